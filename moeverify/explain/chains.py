@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.content import is_move
@@ -54,15 +55,33 @@ def skip_moves(joint: Joint, at: At) -> At:
 
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
     """Return the operators that moved values from where they were computed, the last one first."""
-    found: dict[At, None] = {}
-    waiting = [joint.maker(at) for at in values]
-    while waiting and len(found) < _LONGEST:
-        op = waiting.pop(0)
-        if op in found or not is_passing(joint, op):
-            continue
-        found[op] = None
-        waiting += [joint.maker(at) for at in joint.reads(op) if at[0] == op[0]]
-    return list(found)
+
+    def passing(ats: Iterable[At]) -> list[At]:
+        return [at for at in ats if is_passing(joint, joint.maker(at))]
+
+    def reads(op: At) -> list[At]:
+        return passing(at for at in joint.reads(op) if at[0] == op[0])
+
+    return list(walk_back(joint, map(joint.maker, passing(values)), reads, _LONGEST))
+
+
+def walk_back(
+    joint: Joint, ops: Iterable[At], reads: Callable[[At], Iterable[At]], most: int
+) -> Iterator[At]:
+    """Yield at most `most` operators, breadth first: `ops`, then the makers of the values `reads(op)` of each."""
+    found: set[At] = set()
+    waiting = deque(ops)
+    while waiting and len(found) < most:
+        op = waiting.popleft()
+        if op not in found:
+            found.add(op)
+            yield op
+            waiting.extend(map(joint.maker, reads(op)))
+
+
+def list_of_step(joint: Joint, values: Iterable[At]) -> list[At]:
+    """Return the values that are made in a step, and not before the first one."""
+    return [at for at in values if joint.op(joint.maker(at)).step >= 0]
 
 
 def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:

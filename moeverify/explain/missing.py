@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from moeverify.explain.cause import Cause
+from moeverify.explain.chains import list_of_step, walk_back
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Site
 from moeverify.explain.sites import is_of_user
@@ -18,15 +19,10 @@ _MOST_FOLLOWED = 48
 
 
 class MissingCalls:
-    """Search for a collective or setup line that most `right` results of a kind have passed.
+    """Search for a collective or setup line that most `right` results of a kind have passed."""
 
-    `makers` has the operator that made each named tensor before the first step, by rank and name.
-    """
-
-    def __init__(
-        self, joint: Joint, lines: UserLines, right: Sequence[Target], makers: Mapping[tuple[int, str], At]
-    ) -> None:
-        self._joint, self._lines, self._right, self._makers = joint, lines, right, makers
+    def __init__(self, joint: Joint, lines: UserLines, right: Sequence[Target]) -> None:
+        self._joint, self._lines, self._right = joint, lines, right
 
     def find(self, cause: Cause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.
@@ -53,7 +49,7 @@ class MissingCalls:
                 yield from shown
                 if shown:
                     return
-        makers = {each.mark[2]: self._makers.get((rank, each.mark[2])) for each in (target, *right)}
+        makers = {each.mark[2]: self._lines.makers.get((rank, each.mark[2])) for each in (target, *right)}
         made = {name: self._lines.made_at(op)[:1] for name, op in makers.items() if op is not None}
         for sites, count in Counter(filter(None, made.values())).most_common(1):
             if 2 * count > len(right) and not made.get(target.mark[2]):
@@ -72,23 +68,18 @@ class MissingCalls:
 
     def _list_words(self, *names: str) -> set[str]:
         """Return the parts of names of tensors that most tensors do not have in theirs."""
-        names_of_all = {label for _, label in self._makers}
+        names_of_all = {label for _, label in self._lines.makers}
         counts = Counter(part for label in names_of_all for part in set(label.split(".")))
         return {part for name in names for part in name.split(".") if 2 * counts[part] < len(names_of_all)}
 
     def _list_met(self, at: At | None) -> tuple[list[At], list[At]]:
         """Return the last collectives that a value passed, and the operators after them."""
-        met: list[At] = []
-        after: list[At] = []
-        waiting: list[At] = [] if at is None else [at]
-        while waiting and len(met) + len(after) < _MOST_FOLLOWED:
-            op = self._joint.maker(waiting.pop(0))
-            recorded = self._joint.op(op)
-            if op in met or op in after or recorded.step < 0:
-                continue
-            if recorded.meeting is not None:
-                met.append(op)
-                continue
-            after.append(op)
-            waiting += [each for each in self._joint.reads(op) if self._joint.value(each).is_floating]
-        return met, after
+
+        def reads(op: At) -> list[At]:
+            taken = self._joint.reads(op) if self._joint.op(op).meeting is None else ()
+            return list_of_step(self._joint, [each for each in taken if self._joint.value(each).is_floating])
+
+        starts = map(self._joint.maker, list_of_step(self._joint, [] if at is None else [at]))
+        ops = list(walk_back(self._joint, starts, reads, _MOST_FOLLOWED))
+        met = [op for op in ops if self._joint.op(op).meeting is not None]
+        return met, [op for op in ops if op not in met]

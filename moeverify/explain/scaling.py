@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
+from moeverify.explain.chains import walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.joint import At
@@ -57,22 +58,19 @@ class Scaling:
         `before` are operators of the backward pass; the first one differentiates the end of the loss. Values
         that one device has, too, count only with `is_right`: a reduction may need another one.
         """
-        roots = [self._joint.op(op).origin for op in before[:1]]
-        waiting = [(before[0][0], root) for root in roots if root >= 0]
-        seen: set[At] = set()
-        while waiting and len(seen) < _MOST_SCALARS:
-            op = waiting.pop(0)
-            if op in seen:
-                continue
-            seen.add(op)
-            sites = self._lines.sites(op)
+
+        def reads(op: At) -> list[At]:
+            scalars = [at for at in self._joint.reads(op) if not self._joint.value(at).shape]
+            return [at for at in scalars if at[0] == op[0]]
+
+        ends = [(op[0], self._joint.op(op).origin) for op in before[:1]]
+        for op in walk_back(self._joint, [end for end in ends if end[1] >= 0], reads, _MOST_SCALARS):
             made = [(op[0], number) for number in self._joint.op(op).results]
             if is_right or not all(map(self._alignment.is_right, made)):
+                sites = self._lines.sites(op)
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("factor", sites)
                 yield from self._lines.define(sites, of_ranks=True)
-            scalars = [at for at in self._joint.reads(op) if not self._joint.value(at).shape]
-            waiting += [self._joint.maker(at) for at in scalars if at[0] == op[0]]
 
     def _list_scales(self, at: At) -> set[float]:
         """Return the factors of the values that one line computes on all ranks and in all micro-batches."""

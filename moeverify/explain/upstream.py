@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property
 
 import torch
 
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment, Known
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain, skip_moves
+from moeverify.explain.chains import list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
 from moeverify.explain.joint import At
@@ -39,7 +38,7 @@ class Upstream:
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines)
-        self._missing = MissingCalls(self._joint, self._lines, right, self._makers)
+        self._missing = MissingCalls(self._joint, self._lines, right)
 
     def find(
         self,
@@ -56,18 +55,19 @@ class Upstream:
         """
         lineage = self._list_lineage(cause)
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
-        is_number = bool(cause.repairs) and cause.repairs[0].kind == "number"
+        kind = cause.repairs[0].kind if cause.repairs else ""
+        scaling = self._scaling.find(cause, lineage)
         sources = (
-            self._list_definitions(cause.ops[0]) if is_number else (),
+            self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_cuts(cause),
             self._list_repeated(cause),
             self._list_unused(cause),
             self._list_received(cause.ops[0]) if defines else (),
-            self._scaling.find(cause, lineage) if cause.known == "scale" else (),
+            scaling if cause.known == "scale" else (),
             self._list_moved(cause.ops[0]),
             self._list_values(cause, taken),
-            self._scaling.find(cause, lineage),
-            self._list_parts(taken) if cause.repairs and cause.repairs[0].kind == "total" else (),
+            scaling,
+            self._list_parts(taken) if kind == "total" else (),
             self._missing.find(cause),
             self._list_read(taken),
         )
@@ -111,18 +111,8 @@ class Upstream:
 
     def _list_made(self, rank: int, labels: Iterable[str]) -> Iterator[Origin]:
         for label in labels:
-            if (op := self._makers.get((rank, label))) is not None:
+            if (op := self._lines.makers.get((rank, label))) is not None:
                 yield from self._describe_made(op)
-
-    @cached_property
-    def _makers(self) -> dict[tuple[int, str], At]:
-        """The operator that made each named tensor before the first step, by rank and name."""
-        return {
-            (rank, value.label): (rank, value.op)
-            for rank, program in enumerate(self._joint.programs)
-            for value in program.values
-            if value.label and program.ops[value.op].step < 0
-        }
 
     def _list_read(self, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the lines that made the weights from which a wrong operand is computed, if ranks alone run them."""
@@ -134,7 +124,7 @@ class Upstream:
                 for number in program.op_of(root).reads()
             }
             for label in sorted(labels):
-                op = self._makers.get((at[0], label))
+                op = self._lines.makers.get((at[0], label))
                 if op is not None and any(map(self._lines.is_parallel, self._lines.made_at(op)[:1])):
                     yield from self._describe_made(op)
 
@@ -152,22 +142,21 @@ class Upstream:
         """Yield moves that one device does not run, before an input with the right elements in a wrong order."""
         joint = self._joint
         others = Counterparts(self._alignment, self._one).find(first)
-        waiting = [
-            at
-            for pair in (pair_tensors(joint.op(first), others[0]) if others else ())
-            if self._agreement.is_elsewhere(at := (first[0], pair.mine), pair.theirs)
+        pairs = pair_tensors(joint.op(first), others[0]) if others else ()
+        elsewhere = [
+            at for each in pairs if self._agreement.is_elsewhere(at := (first[0], each.mine), each.theirs)
         ]
-        seen: set[At] = set()
-        while waiting and len(seen) < _MOST_FOLLOWED:
-            maker = joint.maker(waiting.pop(0))
-            if maker in seen or joint.op(maker).step < 0:
-                continue
-            seen.add(maker)
-            sites = self._lines.sites(maker)
+
+        def reads(op: At) -> list[At]:
+            floating = [at for at in joint.reads(op) if joint.value(at).is_floating and at[0] == op[0]]
+            return list_of_step(joint, floating)
+
+        starts = map(joint.maker, list_of_step(joint, elsewhere))
+        for op in walk_back(joint, starts, reads, _MOST_FOLLOWED):
+            sites = self._lines.sites(op)
             is_new = bool(sites) and self._lines.is_parallel(sites[0])
-            if is_new and is_move(joint.op(maker)) and self._changes_order(maker):
+            if is_new and is_move(joint.op(op)) and self._changes_order(op):
                 yield make_origin("moved", sites)
-            waiting += [at for at in joint.reads(maker) if at[0] == first[0] and joint.value(at).is_floating]
 
     def _changes_order(self, op: At) -> bool:
         """Return whether an operator joins tensors, or gives the elements of a tensor another order."""
@@ -237,19 +226,17 @@ class Upstream:
         if end is None:
             return []
         roots = self._roots(end)
-        found: dict[At, None] = {}
-        waiting = [end]
-        while waiting and len(found) < _MOST_FOLLOWED:
-            op = self._joint.maker(waiting.pop(0))
-            if op in found or self._joint.op(op).step < 0:
-                continue
-            found[op] = None
-            for at in self._joint.reads(op):
-                mine = self._roots(at)
-                is_same = not (roots and mine) or not roots.isdisjoint(mine)
-                if at[0] == rank and self._joint.value(at).is_floating and is_same:
-                    waiting.append(at)
-        return list(found)
+
+        def reads(op: At) -> list[At]:
+            floating = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
+            same = [at for at in floating if at[0] == rank and is_same(self._roots(at))]
+            return list_of_step(self._joint, same)
+
+        def is_same(mine: set[int]) -> bool:
+            return not (roots and mine) or not roots.isdisjoint(mine)
+
+        starts = map(self._joint.maker, list_of_step(self._joint, [end]))
+        return list(walk_back(self._joint, starts, reads, _MOST_FOLLOWED))
 
     def _roots(self, at: At) -> set[int]:
         known = self._alignment.find(at)

@@ -34,6 +34,16 @@ class UserLines:
         sites = self._joint.programs[op[0]].ops[recorded.origin].sites
         return own[:1] + tuple(each for each in sites if is_of_user(each.file) and each.file != own[0].file)
 
+    @cached_property
+    def makers(self) -> dict[tuple[int, str], At]:
+        """The operator that made each named tensor before the first step, by rank and name."""
+        return {
+            (rank, value.label): (rank, value.op)
+            for rank, program in enumerate(self._joint.programs)
+            for value in program.values
+            if value.label and program.ops[value.op].step < 0
+        }
+
     def made_at(self, op: At) -> tuple[Site, ...]:
         """Return the lines that made a tensor before the first step, of which this operator may take a view."""
         program = self._joint.programs[op[0]]

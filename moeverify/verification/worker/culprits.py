@@ -200,9 +200,9 @@ def _without_refuted(finding: Finding, culprit: Culprit, reduced: Collection[str
     the user's optimizer, the backward pass was right.
     """
     explanation = finding.explanation
-    subject = None if explanation is None else explanation.subject
-    if subject is None or explanation is None:
+    if explanation is None:
         return finding
+    subject = explanation.subject
     if subject.quantity is Quantity.MODULE_GRADIENT:
         direction = "" if culprit.here.module or culprit.here.is_derivative else "backward"
     else:
