@@ -72,7 +72,7 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     from moeverify.verification.checks.base import Shown
     from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
     from moeverify.verification.compare.assembled import assemble
-    from moeverify.verification.compare.gather import uncollected
+    from moeverify.verification.garbage import uncollected
     from moeverify.verification.worker.verify import judge_all, list_names, make_bounds
 
     arrived = [compare_rank(golden, tensors, rank, num_ranks, is_wrong) for rank in range(num_ranks)]

@@ -31,23 +31,17 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from loader import BUILTIN, HERE, PLANTS, ROOT, STACKS, Plant, choose, load_plants
 from ruamel.yaml import YAML
 from tabulate import tabulate
+from variants import PRECISIONS, adapt, read_case, vary_seed
 
 MARGIN = 90.0
 """Seconds that a command may take beside its cases: starting Python and ranks, and making goldens."""
-
-UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "kestrel.zero:grid", "heron.parallel:expert_fsdp")
-"""Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
-shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
-reduction under gloo."""
-
-PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 
 _LEFT_OUT = ("timeline", "errors", "load", "mesh")
 """Keys of a case that are not scored. The gzipped JSON has them."""
@@ -158,8 +152,8 @@ class Runner:
     def _call(self, job: Job, command: Sequence[str], env: Mapping[str, str], limit: float) -> str:
         """Run a command and return its output. At its limit, stop it by SIGINT and then by SIGKILL."""
         log = self._work(job, "log")
-        path = [str(ROOT), str(STACKS), str(PLANTS)]
-        path += {str(folder.parents[1]): None for plant in job.plants for folder in plant.recipes}
+        folders = [folder.parents[1] for plant in job.plants for folder in plant.recipes]
+        path = dict.fromkeys(map(str, [ROOT, STACKS, PLANTS, *folders]))
         full = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **{k: str(v) for k, v in env.items()}}
         full["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
         full.pop("CI", None)
@@ -248,48 +242,6 @@ def hash_sources(stack: str) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def read_case(path: Path) -> Plant:
-    """Return a case file, with the recipes beside it, as a clean case."""
-    folder = path.resolve().parent
-    case = YAML(typ="safe").load(path)
-    name = case.pop("name", path.stem)
-    return Plant(name, folder.name, case, precisions=PRECISIONS, recipes=(folder / "recipes",))
-
-
-def adapt(plant: Plant, precision: str) -> Plant | None:
-    """Return a plant for a precision that it need not name, or None if the precision does not apply.
-
-    Scripts have their own dtypes. In mixed precision, stacks that have none of their own run in `mixed`.
-    """
-    if plant.way == "watch" or (plant.way == "reshard" and precision == "mixed"):
-        return None
-    layout = dict(plant.case["layout"])
-    if precision != "mixed" or plant.precisions == ("mixed",):
-        return None if "in_float32" in layout and precision != "mixed" else plant
-    if layout.get("parallelize") in UNMIXED:
-        return None
-    if "parallelize" in layout:
-        layout["arguments"] = {"narrows": layout["parallelize"], **layout.get("arguments", {})}
-        layout["parallelize"] = "mixed:parallelize"
-    elif not {"pp", "data_parallel"}.isdisjoint(layout) or {"dp_replicate", "dp_shard", "cp"}.isdisjoint(
-        layout
-    ):
-        return None
-    return replace(plant, case={**plant.case, "layout": layout})
-
-
-def vary_seed(plant: Plant, number: int) -> list[Plant]:
-    """Return a plant with seeds 1 to `number` of its recipe, or itself if that is 0."""
-    recipe = plant.case.get("recipe", {})
-    base = recipe if isinstance(recipe, dict) else {"base": recipe}
-    if not number or plant.way == "watch":
-        return [plant]
-    return [
-        replace(plant, id=f"{plant.id}-seed-{seed}", case={**plant.case, "recipe": {**base, "seed": seed}})
-        for seed in range(1, number + 1)
-    ]
 
 
 def result_path(out: Path, plant: Plant, precision: str) -> Path:

@@ -10,7 +10,7 @@ from functools import cached_property
 from moeverify.results.comparable import comparable
 from moeverify.verification.compare.comparison import Entry
 from moeverify.verification.compare.difference import Difference
-from moeverify.verification.compare.gather import uncollected
+from moeverify.verification.garbage import uncollected
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from moeverify.verification.garbage import uncollected
 
 T = TypeVar("T")
 
@@ -33,19 +32,3 @@ def gather_on_all(value: T) -> list[T]:
     gathered: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable Python's cyclic garbage collector while many objects without reference cycles are created.
-
-    The collector visits all objects whenever their number has grown by a certain amount. For the shards of
-    256 ranks this takes several times as long as creating the objects (`benchmarks/many_ranks.py`).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moeverify.verification.garbage import uncollected
 from moeverify.verification.launch.die_with_parent import adopt_orphans, die_with, end_descendants
 from moeverify.verification.launch.plan import Plan, write_atomically
 from moeverify.verification.launch.world import set_interpreter
@@ -218,22 +219,22 @@ def _name_methods_quickly() -> None:
 
 def preload(entry: str) -> None:
     """Import the modules that every rank needs. An entry that fails to import fails again in the ranks."""
-    # Imports leave hardly any garbage, and the searches for it take a quarter of their time.
-    gc.disable()
-    importlib.import_module("torch.distributed.launcher.api")
-    _name_methods_quickly()
-    importlib.import_module("moeverify.verification.launch.rank")
-    if not entry.endswith(".py"):
-        with contextlib.suppress(Exception):
-            importlib.import_module(entry)
-    from moeverify.verification.launch.caches import find_imported
+    with (
+        uncollected()
+    ):  # imports leave hardly any garbage, and the searches for it take a quarter of their time
+        importlib.import_module("torch.distributed.launcher.api")
+        _name_methods_quickly()
+        importlib.import_module("moeverify.verification.launch.rank")
+        if not entry.endswith(".py"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(entry)
+        from moeverify.verification.launch.caches import find_imported
 
-    find_imported()
-    # Freeze the imported objects: garbage collection in the ranks skips them, and their pages stay shared. The
-    # number that this collection counts makes full collections in the ranks rare.
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+        find_imported()
+        # Freeze the imported objects: garbage collection in the ranks skips them, and their pages stay shared.
+        # The number that this collection counts makes full collections in the ranks rare.
+        gc.collect()
+        gc.freeze()
 
 
 def run_entry(entry: str, plan_path: str, agent: str, gate: Gate) -> None:

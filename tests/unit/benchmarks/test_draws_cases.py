@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-run: Any = pytest.importorskip("run")
+variants: Any = import_module("variants")
 
 
 def make_plant(layout: dict[str, Any], **fields: Any) -> Any:
-    return run.Plant("p1", "heron", {"recipe": "small", "layout": layout}, **fields)
+    return variants.Plant("p1", "heron", {"recipe": "small", "layout": layout}, **fields)
 
 
 def test_a_stack_without_mixed_precision_gets_it_around_its_own_function() -> None:
     layout = {"dp_shard": 2, "parallelize": "heron.parallel:parallelize", "arguments": {"mode": "wrong"}}
-    changed = run.adapt(make_plant(layout), "mixed")
+    changed = variants.adapt(make_plant(layout), "mixed")
     assert changed is not None
     assert changed.case["layout"] == {
         "dp_shard": 2,
@@ -38,7 +39,7 @@ def test_plants_to_which_a_precision_applies_as_they_are(
     layout: dict[str, Any], fields: dict[str, Any], precision: str
 ) -> None:
     plant = make_plant(layout, **fields)
-    changed = run.adapt(plant, precision)
+    changed = variants.adapt(plant, precision)
     assert changed is not None
     assert changed.case == plant.case
 
@@ -57,22 +58,22 @@ def test_plants_to_which_a_precision_applies_as_they_are(
 def test_plants_to_which_a_precision_does_not_apply(
     layout: dict[str, Any], fields: dict[str, Any], precision: str
 ) -> None:
-    assert run.adapt(make_plant(layout, **fields), precision) is None
+    assert variants.adapt(make_plant(layout, **fields), precision) is None
 
 
 def test_each_seed_is_a_plant_of_its_own() -> None:
-    first, second = run.vary_seed(make_plant({"dp_shard": 2}), 2)
+    first, second = variants.vary_seed(make_plant({"dp_shard": 2}), 2)
     assert (first.id, second.id) == ("p1-seed-1", "p1-seed-2")
     assert second.case["recipe"] == {"base": "small", "seed": 2}
-    assert run.vary_seed(first, 0) == [first]
-    assert run.vary_seed(second, 1)[0].case["recipe"] == {"base": "small", "seed": 1}
+    assert variants.vary_seed(first, 0) == [first]
+    assert variants.vary_seed(second, 1)[0].case["recipe"] == {"base": "small", "seed": 1}
 
 
 def test_a_case_of_a_file_is_a_clean_plant_with_the_recipes_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "stack" / "tp.yaml"
     path.parent.mkdir()
     path.write_text("name: my-tp\nrecipe: small\nlayout: {tp: 2}\n")
-    plant = run.read_case(path)
+    plant = variants.read_case(path)
     assert (plant.id, plant.stack) == ("my-tp", "stack")
     assert plant.case == {"recipe": "small", "layout": {"tp": 2}}
     assert plant.recipes == (tmp_path / "stack" / "recipes",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,8 +11,8 @@ import pytest
 
 from moeverify.cases.validation.load import load_cases
 
-loader: Any = pytest.importorskip("loader")
-run: ModuleType = pytest.importorskip("run")
+loader: Any = import_module("loader")
+run: ModuleType = import_module("run")
 
 PLANTS = loader.load_plants()
 BUGS = [plant for plant in PLANTS if not plant.is_clean]

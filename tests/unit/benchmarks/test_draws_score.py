@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-claims: Any = pytest.importorskip("claims")
-loader: Any = pytest.importorskip("loader")
-score: Any = pytest.importorskip("score")
-run: Any = pytest.importorskip("run")
+claims: Any = import_module("claims")
+loader: Any = import_module("loader")
+score: Any = import_module("score")
+run: Any = import_module("run")
 
 TRUTH = loader.Truth(
     kind="reduction",

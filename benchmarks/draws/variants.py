@@ -1,0 +1,58 @@
+"""Variants of plants: other precisions, seeds, and clean cases from files of cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from loader import Plant
+from ruamel.yaml import YAML
+
+UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "kestrel.zero:grid", "heron.parallel:expert_fsdp")
+"""Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
+shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
+reduction under gloo."""
+
+PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
+
+
+def read_case(path: Path) -> Plant:
+    """Return a case file, with the recipes beside it, as a clean case."""
+    folder = path.resolve().parent
+    case = YAML(typ="safe").load(path)
+    name = case.pop("name", path.stem)
+    return Plant(name, folder.name, case, precisions=PRECISIONS, recipes=(folder / "recipes",))
+
+
+def adapt(plant: Plant, precision: str) -> Plant | None:
+    """Return a plant for a precision that it need not name, or None if the precision does not apply.
+
+    Scripts have their own dtypes. In mixed precision, stacks that have none of their own run in `mixed`.
+    """
+    if plant.way == "watch" or (plant.way == "reshard" and precision == "mixed"):
+        return None
+    layout = dict(plant.case["layout"])
+    if precision != "mixed" or plant.precisions == ("mixed",):
+        return None if "in_float32" in layout and precision != "mixed" else plant
+    if layout.get("parallelize") in UNMIXED:
+        return None
+    if "parallelize" in layout:
+        layout["arguments"] = {"narrows": layout["parallelize"], **layout.get("arguments", {})}
+        layout["parallelize"] = "mixed:parallelize"
+    elif not {"pp", "data_parallel"}.isdisjoint(layout) or {"dp_replicate", "dp_shard", "cp"}.isdisjoint(
+        layout
+    ):
+        return None
+    return replace(plant, case={**plant.case, "layout": layout})
+
+
+def vary_seed(plant: Plant, number: int) -> list[Plant]:
+    """Return a plant with seeds 1 to `number` of its recipe, or itself if that is 0."""
+    recipe = plant.case.get("recipe", {})
+    base = recipe if isinstance(recipe, dict) else {"base": recipe}
+    if not number or plant.way == "watch":
+        return [plant]
+    return [
+        replace(plant, id=f"{plant.id}-seed-{seed}", case={**plant.case, "recipe": {**base, "seed": seed}})
+        for seed in range(1, number + 1)
+    ]
