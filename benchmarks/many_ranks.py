@@ -67,12 +67,12 @@ def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
 
 def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     """Return the figures of rank 0 for this many ranks: sizes in MiB, times in seconds."""
+    from moeverify.garbage import uncollected
     from moeverify.report.formats.json import write
     from moeverify.results.run import CaseResult, RunResult
     from moeverify.verification.checks.base import Shown
     from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
     from moeverify.verification.compare.assembled import assemble
-    from moeverify.verification.garbage import uncollected
     from moeverify.verification.worker.verify import judge_all, list_names, make_bounds
 
     arrived = [compare_rank(golden, tensors, rank, num_ranks, is_wrong) for rank in range(num_ranks)]

@@ -58,6 +58,7 @@ FLOORS: Mapping[str, int] = {
     "abandoned": -2,
     "json_file": -2,
     "checksum": -3,
+    "garbage": -3,
     "input_file": -3,
     "errors": -3,
     "multiprocessing_pdb": -4,

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from moeverify.garbage import uncollected
 from moeverify.results.comparable import comparable
 from moeverify.verification.compare.comparison import Entry
 from moeverify.verification.compare.difference import Difference
-from moeverify.verification.garbage import uncollected
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]

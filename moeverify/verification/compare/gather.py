@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from moeverify.verification.garbage import uncollected
+from moeverify.garbage import uncollected
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from moeverify.verification.garbage import uncollected
+from moeverify.garbage import uncollected
 
 
 def test_the_collector_rests_inside_and_goes_on_outside() -> None:
