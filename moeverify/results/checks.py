@@ -27,6 +27,9 @@ class Kind(StrEnum):
         "router_margin"  # (B, S): score margin between the last chosen expert and the first expert not chosen
     )
     ROUTER_WEIGHTS = "router_weights"  # (B, S, k): combine weights of the experts' outputs
+    NEAR_TIES = (
+        "near_ties"  # (R, n + k): rows of n numbers near a tie, and the k indices that a user's model chose
+    )
     TOKEN_LOSS = "token_loss"  # (B, S): the cross entropy of each token
     LOSS = "loss"  # (): total, lm, balance, z of the global batch
     GRADIENT = "gradient"  # gradient of each parameter, fully reduced and before the clip
@@ -38,8 +41,8 @@ class Kind(StrEnum):
 
 
 # Stored in goldens but not compared. Weights restore the state for forced steps; an update shows the same
-# errors more sharply. Router margins are for replayed routing.
-UNCOMPARED_KINDS: frozenset[str] = frozenset({Kind.WEIGHT, Kind.ROUTER_MARGIN})
+# errors more sharply. Router margins are for replayed routing, and near ties for a user's model.
+UNCOMPARED_KINDS: frozenset[str] = frozenset({Kind.WEIGHT, Kind.ROUTER_MARGIN, Kind.NEAR_TIES})
 
 # Kinds whose golden is zero by definition.
 ZERO_KINDS: frozenset[str] = frozenset({Kind.ROUTER_FLIPS})

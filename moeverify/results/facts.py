@@ -431,12 +431,15 @@ class NarrowParts(Record):
 class ReplayedModules(Record):
     """Modules that one device's module computed again, and those that it could not, by reason.
 
-    An empty reason means that one device does not reproduce the module either.
+    An empty reason means that one device does not reproduce the module either. `num_near_ties` counts the rows
+    near a tie in which the ranks chose, and `num_held` those that took one device's choice.
     """
 
     about: Literal["replayed modules"] = "replayed modules"
     num_replayed: int
     left_out: dict[str, tuple[str, ...]]
+    num_near_ties: int = 0
+    num_held: int = 0
 
 
 class AxisUse(Record):

@@ -40,7 +40,7 @@ def call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> A
 class CustomSubject:
     """A model built by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
 
-    Its modules are unknown, so its routing cannot be replayed.
+    Its routers are unknown, so their routing is not replayed; see `moeverify.train.near_ties`.
     """
 
     can_replay = False

@@ -7,6 +7,7 @@ Reported tensors, by kind:
 - `loss`: total, lm, balance and z loss of the global batch.
 - `router_ids`, `router_weights` (B, S, k), `router_margin` (B, S), `router_counts` (E) of each router.
   Under a replay, `router_flips` (B, S) replaces ids and margin.
+- `near_ties`: the choices near a tie of a user's model, in the float64 run of a golden.
 - `gradient`: of each parameter, after finalization and before the clip.
 - `gradient_norm`: total and clip_coefficient.
 - `update`, `optimizer_state`, `weight` of each parameter, and `buffer`: after the step.
@@ -15,6 +16,7 @@ Reported tensors, by kind:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -26,10 +28,11 @@ from moeverify.parallel.regions.observer import INITIAL, Observer, copy_all, sho
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
-from moeverify.train.custom_step import CustomStep
+from moeverify.train.custom_step import CustomStep, StepTrace
 from moeverify.train.data import Batch, Share
 from moeverify.train.exchange import exchange_experts
 from moeverify.train.forward import compute_losses
+from moeverify.train.near_ties import NearTies, follow_near_ties
 from moeverify.train.objective import Normalizers, count_valid
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.pipeline import run_pipeline
@@ -54,39 +57,55 @@ def train(
 
     Return the learning rate of each step: the optimizer's first group when the step begins.
 
-    With `replay_routing` the routers use the golden's expert ids. With `forced` every step starts from the
-    golden's state after the previous step. Both need `golden`. Collective: all ranks of the layout.
+    Below float64 a user's model makes the choices of `golden` near a tie, and without `golden` its own ones
+    are reported. With `replay_routing` the routers use the golden's expert ids. With `forced` every step starts
+    from the golden's state after the previous step. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
     show_all(observer, INITIAL, Kind.INITIAL_WEIGHT, _name(program.shards))
     show_all(observer, INITIAL, Kind.INITIAL_BUFFER, _name(program.buffers))
+    near_ties = follow_near_ties(recipe, golden, program.near_ties)
     rates: list[float] = []
     for step in range(recipe.steps if num_steps is None else num_steps):
         rates.append(float(state.optimizer.param_groups[0]["lr"]))
         if forced and golden is not None and step > 0:
             load_state(program, state.optimizer, golden, step - 1)
-        train_step(state, observer, golden if replay_routing else None)
+        train_step(state, observer, golden if replay_routing else None, near_ties)
     return rates
 
 
-def train_step(state: TrainingState, observer: Observer, ids: ReadableState | None = None) -> None:
-    """Train the next step and report every tensor; if `ids` is given, routers use the ids of that golden.
+def train_step(
+    state: TrainingState,
+    observer: Observer,
+    ids: ReadableState | None = None,
+    near_ties: NearTies | None = None,
+) -> None:
+    """Train the next step and report every tensor.
 
-    Collective: all ranks of the layout.
+    If `ids` is given, routers use the ids of that golden. `near_ties` is a context around the passes of the
+    model. Collective: all ranks of the layout.
     """
     recipe, program, step = state.recipe, state.program, state.step
     engine = program.engine
     observer.begin_step(step)
+    if near_ties is not None:
+        near_ties.begin_step(step)
     batches = make_batches(recipe, program, state.position)
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     if program.custom_step is not None:
-        before = _run_custom_step(program.custom_step, state, observer, batches, normalizers)
-        _observe_state(program, observer, step, before)
+        with near_ties or nullcontext():
+            trace = _run_custom_step(program.custom_step, state, batches, normalizers)
+        _observe_custom_step(program, observer, step, trace)
+        _observe_state(program, observer, step, trace.weights)
+        if near_ties is not None:
+            near_ties.show(observer)
         state.advance()
         return
     engine.zero_grad()
-    results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids))
+    results = run_micro_batches(StepInputs(recipe, program, batches, normalizers, step, ids, near_ties))
     counts = _observe_results(recipe, program, observer, step, results, ids)
+    if near_ties is not None:
+        near_ties.show(observer)
     program.finalize()
     gradients = [(shard, engine.gradient(shard)) for shard in program.live_shards()]
     shown = [(each.name, None if own is None else each.local(own), each.region) for each, own in gradients]
@@ -129,17 +148,12 @@ def _name(shards: Sequence[LocalShard]) -> list[tuple[str, Tensor, Region]]:
 
 
 def _run_custom_step(
-    custom: CustomStep,
-    state: TrainingState,
-    observer: Observer,
-    batches: Sequence[Batch],
-    normalizers: Normalizers,
-) -> Sequence[Tensor]:
-    """Run the user's step function, report its tensors, and return the weights before the update."""
-    program, step = state.program, state.step
+    custom: CustomStep, state: TrainingState, batches: Sequence[Batch], normalizers: Normalizers
+) -> StepTrace:
+    program = state.program
     with program.loss_context():
-        trace = custom.run(
-            step,
+        return custom.run(
+            state.step,
             program.model,
             state.optimizer,
             program.live_shards(),
@@ -148,6 +162,10 @@ def _run_custom_step(
             clip_norm=state.recipe.optimizer.clip_norm,
             num_valid=int(normalizers.num_valid),
         )
+
+
+def _observe_custom_step(program: Program, observer: Observer, step: int, trace: StepTrace) -> None:
+    """Report the tensors of a user's step up to its update."""
     if "loss" in trace.reported:
         observer.observe(step, Kind.LOSS, "total", trace.reported["loss"].to(torch.float64), SCALAR)
     for shard, gradient in zip(program.shards, trace.gradients, strict=True):
@@ -155,7 +173,6 @@ def _run_custom_step(
     for name, key in (("total", "gradient_norm"), ("clip_coefficient", "clip_coefficient")):
         if key in trace.reported:
             observer.observe(step, Kind.GRADIENT_NORM, name, trace.reported[key], SCALAR)
-    return trace.weights
 
 
 def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
@@ -176,11 +193,12 @@ def run_micro_batches(inputs: StepInputs) -> Iterator[MicroBatchResult]:
 
 def _run_one_by_one(inputs: StepInputs) -> Iterator[MicroBatchResult]:
     recipe, program, ids = inputs.recipe, inputs.program, inputs.ids
+    near_ties = inputs.near_ties or nullcontext()
     for number, batch in enumerate(inputs.batches):
         if ids is not None:
             replay(recipe, program.routers, batch, ids, inputs.step, program.device)
         is_last = number == len(inputs.batches) - 1
-        with program.accumulate(is_last), program.loss_context(), program.subject.surround():
+        with program.accumulate(is_last), program.loss_context(), program.subject.surround(), near_ties:
             losses, token_loss = compute_losses(recipe, program, batch, inputs.normalizers)
             program.engine.backward(losses.total * program.scale)
         yield MicroBatchResult(batch, losses.detach(), token_loss)

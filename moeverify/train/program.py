@@ -38,11 +38,22 @@ def _no_context(last: bool) -> AbstractContextManager[object]:
     return nullcontext()
 
 
+@dataclass
+class NearTieCounts:
+    """The rows of choices near a tie in this rank's run, and how many of them a golden has changed."""
+
+    num_rows: int = 0
+    num_changed: int = 0
+
+
 class ReadableState(Protocol):
     """A readable state of a run, such as a stored golden."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
         """Return a region of a logical tensor, or None if the tensor does not exist."""
+
+    def find(self, step: int, kind: str, name: str) -> Tensor | None:
+        """Return a whole tensor of any shape, or None if it does not exist."""
 
 
 @dataclass
@@ -64,6 +75,7 @@ class Program:
     - `holders`: process groups of the ranks that hold each expert.
     - `counted_regions`: parameters that this rank counts in the norm, where neither meshes nor wrappers
       show how many ranks hold a value.
+    - `near_ties`: counts of the choices that were held (`moeverify.train.near_ties`).
     - `custom_step`: a user's step. It uses only the model, its shards and the optimizer of this program.
     """
 
@@ -93,6 +105,7 @@ class Program:
     pipeline: Pipeline | None = None
     run_captured: RunMicroBatches | None = None
     engine: Engine = field(default_factory=PlainEngine)
+    near_ties: NearTieCounts = field(default_factory=NearTieCounts)
     custom_step: CustomStep | None = None
 
     def __post_init__(self) -> None:
@@ -149,7 +162,10 @@ class Program:
 
 @dataclass
 class StepInputs:
-    """Inputs of one step's micro-batches on this rank; routers replay the routing of `ids`, if given."""
+    """Inputs of one step's micro-batches on this rank.
+
+    Routers replay the routing of `ids`, if given. `near_ties` is a context around each pass of a user's model.
+    """
 
     recipe: Recipe
     program: Program
@@ -157,6 +173,7 @@ class StepInputs:
     normalizers: Normalizers
     step: int
     ids: ReadableState | None = None
+    near_ties: AbstractContextManager[object] | None = None
 
 
 @dataclass(frozen=True)

@@ -14,26 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+
+from moeverify.train.pass_mode import BACKWARD, PassMode
 
 
-class WideOperators(TorchFunctionMode):
-    """A context in which torch's grouped product accepts float64.
-
-    It must also surround the backward pass, where checkpointed layers recompute their forward pass.
-    """
+class WideOperators(PassMode):
+    """A context of forward and backward passes in which torch's grouped product accepts float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the operator or its float64 replacement."""
+        kwargs = kwargs or {}
+        if func in BACKWARD:
+            with self.active_in_engine():
+                return func(*args, **kwargs)
         if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
             # torch 2.11 divides by the number of heads on CPUs: with no heads the process dies of SIGFPE.
             raise RuntimeError("attention without key heads")
         # torch.nn.functional.grouped_mm is a Python function that calls torch._grouped_mm.
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return multiply_groups(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return multiply_groups(*args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def multiply_groups(

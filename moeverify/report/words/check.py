@@ -80,7 +80,7 @@ def word_check(result: CheckResult) -> CheckResult:
         note = f"computes in {result.facts.computes}, reduces and keeps in {result.facts.kept}"
         unseen = _describe_unseen(result.facts)
     elif isinstance(result.facts, ReplayedModules):
-        unseen = _describe_left_out(result.facts)
+        note, unseen = _describe_held(result.facts), _describe_left_out(result.facts)
     elif isinstance(result.facts, NarrowParts):
         unseen = _describe_narrow_parts(result.facts)
     elif isinstance(result.facts, OwnStep):
@@ -99,8 +99,8 @@ def _describe_own_step(check: str, facts: OwnStep) -> str:
     first = "the gradient norm" if check == CheckName.CLIP else facts.first
     more = f" and of {format_count(facts.num_tensors - 1, 'more tensor')}" if facts.num_tensors > 1 else ""
     return (
-        f"{check}: one device, too, makes of {first}{more} something else in `{facts.step}` than the recipe's "
-        "optimizer and clip do; that is taken as meant, and only compared with the golden"
+        f"{check}: on one device, too, `{facts.step}` computes {first}{more} differently from the recipe's "
+        "optimizer and clip; such results are only compared with the golden"
     )
 
 
@@ -411,9 +411,7 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
     seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
     if facts.quantity == "choice":
         text = f"{finding.tensor} chooses other experts than its own input and weights say"
-        margin = (
-            f", the clearest of them by {format_number(facts.margin or 0.0)} times the rounding of its scores"
-        )
+        margin = f", the clearest by {format_number(facts.margin or 0.0)} times the rounding of its scores"
         return Words(text, "", (seen + margin,))
     if facts.rounded:
         text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it makes weights of them"
@@ -455,6 +453,13 @@ def _describe_issue(issue: Issue) -> str:
     if issue.signature is None:
         return "no further one"
     return f"{issue.signature}, called at {issue.site}"
+
+
+def _describe_held(facts: ReplayedModules) -> str:
+    """Return the number of choices that the ranks took from one device, if any was near a tie."""
+    choices = format_count(facts.num_near_ties, "choice")
+    held = f"{facts.num_held} of {choices} near a tie are one device's instead of the rank's"
+    return held if facts.num_near_ties else ""
 
 
 def _describe_left_out(facts: ReplayedModules) -> str:

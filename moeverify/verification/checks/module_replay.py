@@ -22,7 +22,7 @@ from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.train.module_taps import list_floats
-from moeverify.verification.checks.selections import HeldSelections, RecordedSelections, Selection
+from moeverify.train.selections import HeldSelections, RecordedSelections, Selection
 
 MOST_ELEMENTS = 1 << 26
 """Maximum number of elements that are kept of a step: 128 MiB in bfloat16."""

@@ -25,7 +25,7 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_subject import CustomSubject
-from moeverify.train.program import Program, compute_dtype_of
+from moeverify.train.program import NearTieCounts, Program, compute_dtype_of
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
 from moeverify.verification.checks.bounds import FLOOR
 from moeverify.verification.checks.forced_blocks import place_finding
@@ -63,12 +63,14 @@ _UNDER_CP = "has positions of other ranks"
 class ModuleReport:
     """Replayed modules of one rank, the reasons why others were not replayed, and its part of gradients.
 
-    `left_out` is by module. `sums` has one entry for each step whose weights are known.
+    `left_out` is by module. `sums` has one entry for each step whose weights are known. `near_ties` counts the
+    choices of the whole run.
     """
 
     replayed: tuple[Replayed, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     sums: tuple[StepSums, ...] = ()
+    near_ties: NearTieCounts = field(default_factory=NearTieCounts)
 
 
 State = list[tuple[str, Tensor, Region]]
@@ -97,7 +99,7 @@ class ModulesWatch(Watch[ModuleReport]):
         share = program.share.micro_batches(program.num_micro_batches)[0]
         self._tokens = len(share.rows), len(share.positions)
         self._share = repr(program.share)
-        self._scale = program.scale
+        self._scale, self._near_ties = program.scale, program.near_ties
         self._recipe, self._device = recipe, program.device
         self._unit = torch.finfo(compute_dtype_of(recipe.precision)).eps
         self._left_out, self._unsummed = left_out, unsummed
@@ -192,7 +194,7 @@ class ModulesWatch(Watch[ModuleReport]):
                     for program in (narrow, wide):
                         _load_state(program, [each for of_rank in states for each in of_rank[step - 1]])
                 sums.append(self._sum_step(step, narrow, modules, owners, unit))
-        return ModuleReport(tuple(found), left_out, tuple(sums))
+        return ModuleReport(tuple(found), left_out, tuple(sums), self._near_ties)
 
     def _sum_step(
         self,
@@ -398,7 +400,10 @@ def _describe(reports: Sequence[ModuleReport], replayed: set[str]) -> ReplayedMo
         if name not in replayed and name not in left_out.get(reason, ()):
             left_out.setdefault(reason, []).append(name)
     return ReplayedModules(
-        num_replayed=len(replayed), left_out={reason: tuple(found) for reason, found in left_out.items()}
+        num_replayed=len(replayed),
+        left_out={reason: tuple(found) for reason, found in left_out.items()},
+        num_near_ties=sum(report.near_ties.num_rows for report in reports),
+        num_held=sum(report.near_ties.num_changed for report in reports),
     )
 
 

@@ -258,6 +258,11 @@ class StoredGolden:
             return file.box(key, box) if file.has_box(key, box) else None
         return region.take(file.whole(key))
 
+    def find(self, step: int, kind: str, name: str) -> Tensor | None:
+        """Return a whole tensor on the CPU, or None if the golden does not store its values."""
+        key = tensor_key(kind, name)
+        return self.whole(step, key) if key in self._file(step) and key not in self.sketches else None
+
     def norm(self, step: int, key: str) -> float:
         """Return the Frobenius norm of a logical tensor by its key."""
         stored = self.whole(step, key).to(torch.float64)

@@ -29,6 +29,7 @@ from moeverify.tools.checkpoint.load import load, read_facts
 from moeverify.tools.checkpoint.save import save, save_async
 from moeverify.train.assemble import assemble_parallel
 from moeverify.train.loop import train_step
+from moeverify.train.near_ties import follow_near_ties
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
@@ -195,7 +196,8 @@ def _order_buckets(case: Case, state: TrainingState, golden: StoredGolden) -> No
 
 
 def _step(case: Case, state: TrainingState, golden: StoredGolden, observer: Observer) -> None:
-    train_step(state, observer, golden if replays_routing(case.recipe) else None)
+    ids = golden if replays_routing(case.recipe) else None
+    train_step(state, observer, ids, follow_near_ties(case.recipe, golden, state.program.near_ties))
     torch.rand(())  # advance the generator as dropout would: its state then encodes the number of steps
 
 

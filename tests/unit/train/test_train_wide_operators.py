@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from moeverify.train.wide_operators import WideOperators, multiply_groups
 
@@ -63,3 +66,19 @@ def test_attention_without_key_heads_is_an_error_and_does_not_end_the_process() 
     query, key = torch.zeros(1, 2, 3, 4, dtype=torch.float64), torch.zeros(1, 0, 3, 4, dtype=torch.float64)
     with WideOperators(), pytest.raises(RuntimeError, match="without key heads"):
         torch.nn.functional.scaled_dot_product_attention(query, key, key)
+
+
+@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
+def test_a_checkpointed_product_is_computed_again_in_the_backward_pass(
+    backward: Callable[[Tensor], None],
+) -> None:
+    left, right = draw(16, 8).double().requires_grad_(), draw(3, 8, 12).double()
+
+    def multiply(left: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(left, right, offs=GROUPS).sin()
+
+    with WideOperators():
+        backward(checkpoint(multiply, left, use_reentrant=False).sum())
+        (expected,) = torch.autograd.grad(multiply(left).sum(), left)
+    assert left.grad is not None
+    assert torch.equal(left.grad, expected)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.parallel.regions.region import Region
+from moeverify.train.selections import HeldSelections, RecordedSelections, Selection
 from moeverify.verification.checks.module_gradients import (
     StepSums,
     compare_sums,
@@ -18,7 +19,6 @@ from moeverify.verification.checks.module_gradients import (
     sum_calls,
 )
 from moeverify.verification.checks.module_replay import Visit, Visits, choose_modules, mixes_positions, run
-from moeverify.verification.checks.selections import HeldSelections, RecordedSelections, Selection
 
 WIDTH, ROWS, POSITIONS = 8, 4, 6
 UNIT = torch.finfo(torch.bfloat16).eps

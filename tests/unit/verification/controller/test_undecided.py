@@ -11,8 +11,9 @@ import pytest
 from moeverify.cases.schema import Case
 from moeverify.faults.setting import make_case
 from moeverify.report.words.note import describe_undecided
+from moeverify.results.checks import CheckName
 from moeverify.results.decided import Decided, count_decided
-from moeverify.results.facts import DtypeFacts, Use
+from moeverify.results.facts import DtypeFacts, ReplayedModules, Use
 from moeverify.results.finding import CheckResult, Finding, find_undecided
 from moeverify.results.run import CaseResult
 from moeverify.verification.checks.base import Outcome
@@ -173,3 +174,17 @@ def test_a_wider_run_that_computes_in_the_dtype_of_the_case_names_no_cause() -> 
 def test_a_finding_that_an_undecided_wider_run_lacks_is_a_matter_of_precision() -> None:
     told = merge(judge("mismatch", DIFFERENT), [("float32", UNDECIDED)])
     assert told.findings[0].wider[0].outcome == "not-shown"
+
+
+@pytest.mark.parametrize(("num_held", "expected"), [(0, None), (3, "float32")])
+def test_a_pass_with_choices_of_one_device_is_confirmed_in_float32(
+    num_held: int, expected: str | None
+) -> None:
+    case = in_precision("bfloat16", "own:shard")
+    facts = ReplayedModules(num_replayed=1, left_out={}, num_near_ties=5, num_held=num_held)
+    modules = CheckResult(name=CheckName.MODULES, verdict="pass", tensors=1, facts=facts)
+    passing = judge("pass").model_copy(update={"checks": (modules,)})
+    wide = choose_confirming(case, passing, find_confirming([case], []))
+    assert (None if wide is None else wide.recipe.precision) == expected
+    failing = passing.model_copy(update={"verdict": "mismatch"})
+    assert choose_confirming(case, failing, {}) is None

@@ -7,8 +7,8 @@ those of its own numbers up to rounding. A choice beyond rounding is not held, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,17 +24,27 @@ _PLACE_OF_DIM = {"topk": 2, "kthvalue": 2} | dict.fromkeys(
 _ROUNDINGS = 4.0
 """Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind."""
 
+_BEHIND = "moeverify_behind"
+"""Attribute of the indices of a choice that was replaced: by how much its numbers may be behind, in each row."""
+
 
 @dataclass(frozen=True)
 class Selection:
-    """Indices that an operator chose, with its name and the dim that they refer to; None for all elements."""
+    """Indices that an operator chose, with its name and the dim that they refer to; None for all elements.
+
+    `behind` (..., 1) is set where a run repeats the choice of another one: the amount by which the numbers of
+    this choice may be behind those that the operator would choose, in each row.
+    """
 
     operator: str
     dim: int | None
     indices: Tensor
+    behind: Tensor | None = None
 
 
-def _read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Selection | None:
+def read_selection(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> Selection | None:
     """Return the choice of an operator that was called; None if it makes none among floats."""
     name = getattr(func, "__name__", "")
     values = args[0] if args else kwargs.get("input")
@@ -47,7 +57,7 @@ def _read(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -
     given = args[place] if len(args) > place and not isinstance(args[place], bool) else None
     default = None if name in ("argmax", "argmin") else -1
     dim = kwargs.get("dim", given if given is not None else default)
-    return Selection(name, dim, indices)
+    return Selection(name, dim, indices, getattr(indices, _BEHIND, None))
 
 
 class RecordedSelections(TorchFunctionMode):
@@ -63,9 +73,9 @@ class RecordedSelections(TorchFunctionMode):
         """Call the operator and record its choice."""
         result = func(*args, **(kwargs or {}))
         if not torch.compiler.is_compiling():
-            made = _read(func, args, kwargs or {}, result)
+            made = read_selection(func, args, kwargs or {}, result)
             if made is not None:
-                self.made.append(Selection(made.operator, made.dim, made.indices.detach().clone()))
+                self.made.append(replace(made, indices=made.indices.detach().clone()))
         return result
 
 
@@ -87,7 +97,7 @@ class HeldSelections(TorchFunctionMode):
         """Call the operator, and replace its choice."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        own = _read(func, args, kwargs, result)
+        own = read_selection(func, args, kwargs, result)
         if own is None or not self._left:
             return result
         held = self._left.pop()
@@ -95,10 +105,18 @@ class HeldSelections(TorchFunctionMode):
             self._left = []
             return result
         values = args[0] if args else kwargs["input"]
-        indices = _admit(values, own, held.indices.to(own.indices.device), _ROUNDINGS * self._unit)
-        if not isinstance(result, tuple):
-            return indices
-        return type(result)((_take(values, indices, own.dim), indices))
+        indices = _admit(values, own, held, _ROUNDINGS * self._unit)
+        return replace_choice(result, values, replace(own, indices=indices))
+
+
+def replace_choice(result: Any, values: Tensor, made: Selection) -> Any:
+    """Return the result of an operator as if it had made a choice among its values."""
+    indices, dim = made.indices, made.dim
+    if made.behind is not None:
+        setattr(indices, _BEHIND, made.behind)
+    if not isinstance(result, tuple):
+        return indices
+    return type(result)((_take(values, indices, dim), indices))
 
 
 def _take(values: Tensor, indices: Tensor, dim: int | None) -> Tensor:
@@ -111,16 +129,17 @@ def _take(values: Tensor, indices: Tensor, dim: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def _admit(values: Tensor, own: Selection, held: Tensor, slack: float) -> Tensor:
+def _admit(values: Tensor, own: Selection, held: Selection, slack: float) -> Tensor:
     """Return the held indices of the rows in which they choose the operator's own numbers up to `slack`."""
     wide = values.detach().to(torch.float64)
-    behind = (_take(wide, own.indices, own.dim) - _take(wide, held, own.dim)).abs().nan_to_num(torch.inf)
+    indices = held.indices.to(own.indices.device)
+    behind = (_take(wide, own.indices, own.dim) - _take(wide, indices, own.dim)).abs().nan_to_num(torch.inf)
     sizes = wide.abs().masked_fill(~wide.isfinite(), 0.0)
     if own.dim is None:
-        return held if bool((behind <= slack * sizes.max()).all()) else own.indices
-    scale = sizes.amax(dim=own.dim, keepdim=True)
+        return indices if bool((behind <= slack * sizes.max()).all()) else own.indices
+    allowed = slack * sizes.amax(dim=own.dim, keepdim=True)
+    if held.behind is not None:
+        allowed = allowed + held.behind.to(allowed.device)
     if behind.ndim < wide.ndim:
-        scale = scale.squeeze(own.dim)
-        return torch.where(behind <= slack * scale, held, own.indices)
-    is_near = (behind <= slack * scale).all(dim=own.dim, keepdim=True)
-    return torch.where(is_near, held, own.indices)
+        return torch.where(behind <= allowed.squeeze(own.dim), indices, own.indices)
+    return torch.where((behind <= allowed).all(dim=own.dim, keepdim=True), indices, own.indices)
