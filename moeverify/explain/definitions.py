@@ -17,6 +17,8 @@ from moeverify.explain.program import HIDDEN, Program, Site
 from moeverify.explain.sites import is_of_user
 
 _MOST_VISITED = 400
+_MOST_FOLLOWED = 40
+"""Maximum number of expressions through which lists are followed."""
 _MOST_FRAMES = 3
 """Maximum number of calling functions whose conditions are followed."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -74,7 +76,8 @@ class _File:
             return None
         first, begin, last, end = site.span
         place = (first, last, begin, end)
-        return next((node for node in ast.walk(self.tree) if _place(node) == place), None)
+        found = (node for node in ast.walk(self.tree) if _place(node) == place)
+        return next((node for node in found if not isinstance(node, ast.Expr)), None)
 
 
 class Definitions:
@@ -85,23 +88,48 @@ class Definitions:
         self._passes = passes
 
     def find(
-        self, sites: Sequence[Site], *, is_of_tensors: bool = False, of_conditions: bool = False
+        self,
+        sites: Sequence[Site],
+        *,
+        is_of_tensors: bool = False,
+        of_conditions: bool = False,
+        keyword: str = "",
     ) -> list[Site]:
         """Return the lines that define the arguments of a call, the nearest first, or else its conditions.
 
         `sites` is the call stack, the innermost line first. With `is_of_tensors`, the call takes tensors
-        alone, and so do the functions that it calls. With `of_conditions`, arguments do not count.
+        alone, and so do the functions that it calls. With `of_conditions`, arguments do not count. With `keyword`,
+        only this argument counts, if the call has it.
         """
         uses: list[_Use] = []
         conditions: list[_Use] = []
+        members: dict[Site, None] = {}
         scopes = self._list_scopes(sites)
         for depth, (node, scope) in enumerate(scopes):
             if not (uses or of_conditions):
-                uses.append(_Use(node, scope, _line(node)))
+                taken = _find_argument(node, keyword, ()) if isinstance(node, ast.Call) and keyword else None
+                uses.append(_Use(taken or node, scope, _line(node)))
+            if of_conditions and depth == 0:
+                members = dict.fromkeys(self._list_members(_Use(node, scope, _line(node))))
             if depth < _MOST_FRAMES:
                 conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
-        found = dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
+        found = members | dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
         return list(found or dict.fromkeys(self._follow(conditions, is_of_python=of_conditions)))
+
+    def _list_members(self, use: _Use) -> Iterator[Site]:
+        """Yield the conditions under which elements are appended to the lists that a call takes."""
+        waiting, seen = deque([use]), set[ast.AST]()
+        while waiting and len(seen) < _MOST_FOLLOWED:
+            taken = waiting.popleft()
+            for node in _list_loads(taken.node):
+                for value, scope, _ in () if isinstance(node, ast.Attribute) else self._define(node, taken):
+                    if value not in seen:
+                        seen.add(value)
+                        waiting.append(_Use(value, scope, _line(value)))
+                        if isinstance(value, ast.Name) and scope.function is not None:
+                            for call in _list_appends(scope.function, value.id):
+                                tests = _list_conditions(scope.file, call)
+                                yield from (_site(scope, test) for test in tests)
 
     def _list_scopes(self, sites: Sequence[Site]) -> list[tuple[ast.AST, _Scope]]:
         """Return the calls of a stack in user code, the innermost first, each with its function."""
@@ -337,6 +365,16 @@ def _list_stored(function: _Function, name: str) -> Iterator[ast.expr]:
                 continue
             if target.value.id == name:
                 yield from (target.slice, value)
+
+
+def _list_appends(function: _Function, name: str) -> Iterator[ast.Call]:
+    """Yield the calls that append to a local list."""
+    for node in _walk_own(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            is_named = isinstance(owner, ast.Name) and owner.id == name
+            if is_named and node.func.attr in ("append", "add", "extend"):
+                yield node
 
 
 def _list_targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
@@ -11,6 +12,7 @@ from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.joint import At
 from moeverify.explain.program import Ref, Site, list_numbers
+from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
 
@@ -21,8 +23,16 @@ _MOST_SCALARS = 32
 class Scaling:
     """Search for the lines that scale a multiple of a right result, or the parts of a sum unequally."""
 
-    def __init__(self, alignment: Alignment, one: OneDevice, lines: UserLines) -> None:
+    def __init__(
+        self, alignment: Alignment, one: OneDevice, lines: UserLines, right: Sequence[Target]
+    ) -> None:
         self._alignment, self._one, self._joint, self._lines = alignment, one, alignment.joint, lines
+        self._right = [each for each in right if each.mark[1] == "gradient" and each.tells()]
+
+    @cached_property
+    def _shared(self) -> set[At]:
+        """Operators before a right gradient, which take no wrong number."""
+        return set(self._joint.list_before(list(self._right[0].values.values()))) if self._right else set()
 
     def find(self, cause: Cause, lineage: Sequence[At]) -> Iterator[Origin]:
         """Yield operators that multiply by numbers, and the lines of the numbers.
@@ -45,9 +55,10 @@ class Scaling:
             if sites and sites not in users.values() and self._multiplies(op) and self._has_other_numbers(op):
                 users[op] = sites
         own = [sites for op, sites in users.items() if op in lineage]
-        others = [sites for op, sites in users.items() if op not in lineage]
+        others = [sites for op, sites in users.items() if op not in lineage and op not in self._shared]
         yield from (make_origin("number", sites) for sites in own)
-        yield from self._list_loss_scale(before, is_right=True)
+        if not self._right:  # a wrong scale of the loss multiplies all gradients
+            yield from self._list_loss_scale(before, is_right=True)
         for sites in [*others, *own]:
             yield make_origin("number", sites)
             yield from self._lines.define(sites)

@@ -11,14 +11,14 @@ import torch
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment, Known
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_chain, list_of_step, skip_moves, walk_back
+from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
 from moeverify.explain.joint import At
-from moeverify.explain.missing import MissingCalls
 from moeverify.explain.program import HIDDEN, Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
+from moeverify.explain.spectrum import Spectrum
 from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
@@ -26,6 +26,8 @@ from moeverify.results.culprit import Origin
 _MOST = 3
 _NEAR = 2
 """Maximum distance, in lines, of definitions that are shown as one."""
+_LINEAR = frozenset({"add", "copy", "div", "mul", "neg", "sub"})
+"""Operators that carry a value, such as the division by the coefficient of a clip, to one with other roots."""
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
 
@@ -37,8 +39,8 @@ class Upstream:
         self._alignment, self._one, self._joint, self._right = alignment, one, alignment.joint, right
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
-        self._scaling = Scaling(alignment, one, self._lines)
-        self._missing = MissingCalls(self._joint, self._lines, right)
+        self._scaling = Scaling(alignment, one, self._lines, right)
+        self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
     def find(
         self,
@@ -53,7 +55,7 @@ class Upstream:
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
         """
-        lineage = self._list_lineage(cause)
+        lineage = self._list_lineage(cause.targets[0], cause.ops[0][0])
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
         kind = cause.repairs[0].kind if cause.repairs else ""
         scaling = self._scaling.find(cause, lineage)
@@ -63,12 +65,15 @@ class Upstream:
             self._list_repeated(cause),
             self._list_unused(cause),
             self._list_received(cause.ops[0]) if defines else (),
+            self._spectrum.list_alone(cause) if cause.known else (),
             scaling if cause.known == "scale" else (),
-            self._list_moved(cause.ops[0]),
+            self._list_moved(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._list_values(cause, taken),
             scaling,
             self._list_parts(taken) if kind == "total" else (),
-            self._missing.find(cause),
+            # A collective that a wrong sum has passed says more than those that it has not passed.
+            self._list_groups(cause, lineage) if cause.known else (),
+            self._spectrum.list_missing(cause),
             self._list_read(taken),
         )
         found = () if cause.sums else self._choose(named, *sources)
@@ -78,6 +83,7 @@ class Upstream:
             self._list_silent(cause) if defines or cause.known else (),
             self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
+            self._spectrum.list_missing(cause) if cause.sums else (),
             self._list_definitions(cause.ops[0]) if defines else (),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
@@ -216,20 +222,25 @@ class Upstream:
         if first and (is_of_user(sites[first].file) or not self._lines.sites(op)):
             yield make_origin("entered", sites[first:])
 
-    def _list_lineage(self, cause: Cause) -> list[At]:
-        """Return the operators of the step that carried the value of a wrong result, the last one first.
+    def _list_lineage(self, target: Target, rank: int) -> list[At]:
+        """Return the operators of the step that carried the value of a result on a rank, the last one first.
 
         These are its copies, sums and multiples.
         """
-        target, rank = cause.targets[0], cause.ops[0][0]
         end = target.values.get(rank)
         if end is None:
             return []
         roots = self._roots(end)
+        is_number = not self._joint.value(end).shape
 
         def reads(op: At) -> list[At]:
-            floating = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
-            same = [at for at in floating if at[0] == rank and is_same(self._roots(at))]
+            values = [(at, self._joint.value(at)) for at in self._joint.reads(op)]
+            floating = [at for at, value in values if value.is_floating and (is_number or value.shape)]
+            own = [at for at in floating if at[0] == rank]
+            recorded = self._joint.op(op)
+            is_linear = recorded.short.rstrip("_") in _LINEAR or recorded.meeting is not None
+            is_linear |= is_passing(self._joint, op)
+            same = [at for at in own if is_linear or is_same(self._roots(at))]
             return list_of_step(self._joint, same)
 
         def is_same(mine: set[int]) -> bool:
@@ -257,8 +268,16 @@ class Upstream:
             if is_saved or not (is_here and sites and is_of_user(sites[0].file)) or sites[:1] in usual:
                 continue
             before = self._joint.list_before([(rank, value)])
-            if not labels or any((rank, program.values[each].op) in before for each in labels):
+            is_before = any((rank, program.values[each].op) in before for each in labels)
+            if (not labels or is_before) and not self._is_harmless(rank, before):
                 yield make_origin("cut", sites)
+
+    def _is_harmless(self, rank: int, before: Collection[At]) -> bool:
+        """Return whether a parameter that operators before a cut read has a right gradient all the same."""
+        names = {each.mark[2] for each in self._right if each.mark[1] == "gradient" and rank in each.values}
+        program = self._joint.programs[rank]
+        read = (number for at in before if at[0] == rank for number in program.ops[at[1]].reads())
+        return any(program.base(number).label in names for number in read)
 
     def _list_values(self, cause: Cause, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the first operators whose integers, masks and numbers are not those of one device."""
@@ -311,14 +330,12 @@ class Upstream:
         for op in dict.fromkeys([*cause.ops[:1], *lineage]):
             meeting = self._joint.op(op).meeting
             if meeting is not None:
-                sites = self._lines.sites(op)
-                if sites:
+                if sites := self._lines.sites(op):
                     yield make_origin("collective", sites)
+                    yield from self._lines.define(sites, keyword="group")
                 yield from itertools.islice(
                     self._lines.list_calls(op[0], meeting.group.name), 1 if sites else None
                 )
-                if sites:
-                    yield from self._lines.define(sites)
 
     def _list_definitions(self, first: At) -> Iterator[Origin]:
         """Yield the lines that define the numbers and flags of an operation; nothing for a derivative."""

@@ -73,12 +73,16 @@ class UserLines:
         of_conditions: bool = False,
         of_ranks: bool = False,
         words: Collection[str] = (),
+        keyword: str = "",
     ) -> Iterator[Origin]:
         """Yield definitions of the arguments of a call: first those with these words, then those of ranks alone.
 
-        With `of_ranks`, yield only lines that one device does not execute.
+        With `of_ranks`, yield only lines that one device does not execute, and with `keyword` only definitions of
+        this argument, if the call has it.
         """
-        found = self._definitions.find(sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions)
+        found = self._definitions.find(
+            sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions, keyword=keyword
+        )
 
         def rank_of(site: Site) -> tuple[bool, bool]:
             text = linecache.getline(site.file, site.line)

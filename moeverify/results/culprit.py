@@ -94,6 +94,7 @@ OriginKind = Literal[
     "moved",
     "part",
     "missing",
+    "alone",
     "applied",
     "collective",
     "group",
@@ -114,6 +115,7 @@ OriginKind = Literal[
 - `moved`: it changes the order of elements, and one device does not run it;
 - `part`: it passes on a part of a sum, without a reduction;
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
+- `alone`: right results of this kind do not pass it;
 - `applied`: it applies the function whose backward is wrong;
 - `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
 - `definition`: it defines a number, group, index or flag of the operation in Python;

@@ -32,7 +32,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, Carried, OwnValues, Zeroed
+from moeverify.results.operation import Altered, Carried, OwnValues, Unreduced, Zeroed
 from moeverify.train.module_taps import BACKWARD, FORWARD
 from moeverify.verification.checks.base import Role
 from moeverify.verification.checks.narrower import name_dtype
@@ -158,6 +158,7 @@ def _explain(findings: Sequence[Finding], inputs: DiagnosisInputs) -> list[Findi
         _follow_absent(_explain_apart(each, inputs), origins) for each in apart if each.check in ORIGINS
     ]
     independent = [_follow_router(each, origins, independent) for each in independent]
+    independent = [_follow_unreduced(each, origins) for each in independent]
     late = [origin for origin in origins if origin.follows]
     origins = [origin for origin in origins if not origin.follows]
     return unsteady[:1] + origins + independent + unsteady[1:] + late + followers
@@ -170,6 +171,18 @@ def _follow_absent(finding: Finding, origins: Sequence[Finding]) -> Finding:
     for origin in origins:
         absent = tuple(f"{name}." for name in _list_absent(origin))
         if finding.step >= origin.step and finding.tensor.startswith(absent):
+            return follow(finding, origin)
+    return finding
+
+
+def _follow_unreduced(finding: Finding, origins: Sequence[Finding]) -> Finding:
+    """Let an unused mesh axis follow from gradients that are not reduced over it, which show a line."""
+    facts = finding.facts
+    if not isinstance(facts, ShardingFacts) or not facts.is_unused:
+        return finding
+    for origin in origins:
+        operation = None if origin.explanation is None else origin.explanation.operation
+        if isinstance(operation, Unreduced) and any(facts.axis in each.sources for each in operation.axes):
             return follow(finding, origin)
     return finding
 

@@ -130,3 +130,50 @@ def split(module, group):
     definitions = Definitions([str(path)], lambda file, line: line == 7)
     assert [site.line for site in definitions.find(stack, of_conditions=True)] == [7, 13]
     assert not definitions.find(stack)
+
+
+LISTS = """
+def choose(model, axis):
+    found = []
+    for name, parameter in model:
+        if hasattr(parameter, "axis"):
+            continue
+        if "gain" in name:
+            continue
+        found.append(parameter)
+    return found
+
+def add_up(model, axis):
+    gradients = [parameter.grad for parameter in choose(model, axis)]
+    flat = join(gradients)
+    reduce_all(flat, group=axis.group)
+
+def train(mesh, model):
+    add_up(model, Axis(group=mesh.group("tp")))
+"""
+
+
+def find_in_lists(tmp_path: Path, **options: bool | str) -> list[str]:
+    """Return the lines that define the arguments of the collective."""
+    (path := tmp_path / "lists.py").write_text(LISTS)
+    node = next(
+        each
+        for each in ast.walk(ast.parse(LISTS))
+        if isinstance(each, ast.Call) and ast.unparse(each.func) == "reduce_all"
+    )
+    site = Site(
+        str(path), node.lineno, "", 0, (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+    )
+    found = Definitions([str(path)], lambda file, line: False).find([site], **options)  # type: ignore[arg-type]
+    return [LISTS.splitlines()[each.line - 1].strip() for each in found]
+
+
+def test_conditions_name_what_keeps_elements_out_of_a_list_that_a_call_takes(tmp_path: Path) -> None:
+    found = find_in_lists(tmp_path, of_conditions=True)
+    assert found[:2] == ['if hasattr(parameter, "axis"):', 'if "gain" in name:']
+
+
+def test_one_argument_of_a_call_can_be_followed_alone(tmp_path: Path) -> None:
+    found = find_in_lists(tmp_path, keyword="group")
+    assert found == ['add_up(model, Axis(group=mesh.group("tp")))']
+    assert "flat = join(gradients)" in find_in_lists(tmp_path)
