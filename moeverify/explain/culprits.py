@@ -27,6 +27,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op, list_refs
+from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
@@ -68,6 +69,7 @@ class Culprits:
 
     def trace(self, culprit: Culprit, cause: Cause) -> Culprit:
         """Return the record of a cause with the lines from which it may come."""
+        cause = name_number(self._alignment, self._one, cause)
         if cause.launch is not None or culprit.mechanism == "written":
             return culprit
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
@@ -117,6 +119,7 @@ class Culprits:
 
     def make(self, cause: Cause) -> Culprit:
         """Return the record of a cause."""
+        cause = name_number(self._alignment, self._one, cause)
         first = cause.ops[0]
         edit = cause.repairs[0] if cause.repairs else None
         other = None if edit is None else edit.other

@@ -194,3 +194,14 @@ def test_positions_that_restart_are_no_block_of_those_of_one_device() -> None:
     assert is_block(torch.tensor([0.0, 1.0]), whole, {(2, 6): 2}) is False
     assert is_block(whole[2:4], whole, {(2, 6): 2}) is True
     assert is_block(whole[:4], whole, {}) is None
+
+
+def test_a_number_that_changes_nothing_is_the_wrong_one_and_not_its_reader() -> None:
+    def run(x: Tensor, share: int) -> Tensor:
+        scaled = x * (share / 5)
+        return torch.tanh(scaled)
+
+    culprit, *_ = explain_call(run, 5, 4)
+    assert (culprit.mechanism, culprit.numbers, culprit.proved) == ("number", (("1.0", "0.8"),), True)
+    assert culprit.here.line is not None
+    assert culprit.here.line.expression == "x * (share / 5)"
