@@ -103,33 +103,42 @@ class Definitions:
         """
         uses: list[_Use] = []
         conditions: list[_Use] = []
-        members: dict[Site, None] = {}
         scopes = self._list_scopes(sites)
         for depth, (node, scope) in enumerate(scopes):
             if not (uses or of_conditions):
                 taken = _find_argument(node, keyword, ()) if isinstance(node, ast.Call) and keyword else None
                 uses.append(_Use(taken or node, scope, _line(node)))
-            if of_conditions and depth == 0:
-                members = dict.fromkeys(self._list_members(_Use(node, scope, _line(node))))
             if depth < _MOST_FRAMES:
                 conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
-        found = members | dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
+        found = dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
         return list(found or dict.fromkeys(self._follow(conditions, is_of_python=of_conditions)))
 
-    def _list_members(self, use: _Use) -> Iterator[Site]:
-        """Yield the conditions under which elements are appended to the lists that a call takes."""
-        waiting, seen = deque([use]), set[ast.AST]()
+    def find_members(self, sites: Sequence[Site]) -> list[Site]:
+        """Return the conditions under which elements are appended to the lists that the calls of a stack take.
+
+        A condition that calls a function of the user is followed by what the function returns.
+        """
+        scopes = self._list_scopes(sites)[:_MOST_FRAMES]
+        return list(dict.fromkeys(self._list_members([_Use(*each, _line(each[0])) for each in scopes])))
+
+    def _list_members(self, uses: Sequence[_Use]) -> Iterator[Site]:
+        waiting, seen = deque(uses), set[ast.AST]()
         while waiting and len(seen) < _MOST_FOLLOWED:
-            taken = waiting.popleft()
-            for node in _list_loads(taken.node):
-                for value, scope, _ in () if isinstance(node, ast.Attribute) else self._define(node, taken):
+            use = waiting.popleft()
+            for node in _list_loads(use.node):
+                if isinstance(node, ast.Name) and use.scope.function is not None:
+                    for test in _list_append_tests(use.scope.file, use.scope.function, node.id):
+                        yield _site(use.scope, test)
+                        called = [each for each in ast.walk(test) if isinstance(each, ast.Call)]
+                        for call in called:
+                            found = self._list_returned(call, _Use(test, use.scope, _line(test)))
+                            yield from (_site(scope, value) for value, scope, _ in found)
+                if isinstance(node, ast.Attribute) and not _is_of_self(node):
+                    continue
+                for value, scope, _ in self._define(node, use):
                     if value not in seen:
                         seen.add(value)
                         waiting.append(_Use(value, scope, _line(value)))
-                        if isinstance(value, ast.Name) and scope.function is not None:
-                            for call in _list_appends(scope.function, value.id):
-                                tests = _list_conditions(scope.file, call)
-                                yield from (_site(scope, test) for test in tests)
 
     def _list_scopes(self, sites: Sequence[Site]) -> list[tuple[ast.AST, _Scope]]:
         """Return the calls of a stack in user code, the innermost first, each with its function."""
@@ -367,14 +376,21 @@ def _list_stored(function: _Function, name: str) -> Iterator[ast.expr]:
                 yield from (target.slice, value)
 
 
-def _list_appends(function: _Function, name: str) -> Iterator[ast.Call]:
-    """Yield the calls that append to a local list."""
+def _is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def _list_append_tests(file: _File, function: _Function, name: str) -> Iterator[ast.expr]:
+    """Yield the conditions under which a function appends to a local list."""
     for node in _walk_own(function):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            is_named = isinstance(owner, ast.Name) and owner.id == name
-            if is_named and node.func.attr in ("append", "add", "extend"):
-                yield node
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        names = {each.id for each in ast.walk(owner) if isinstance(each, ast.Name)}
+        if name in names and node.func.attr in ("append", "add", "extend"):
+            if isinstance(owner, ast.IfExp):
+                yield owner.test
+            yield from _list_conditions(file, node)
 
 
 def _list_targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:

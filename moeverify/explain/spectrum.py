@@ -41,11 +41,10 @@ class Spectrum:
         return [each for each in self._right if each.mark[1] == kind and rank in each.values]
 
     def _list_alike(self, cause: Cause) -> list[Target]:
-        """Return the right results of the kind of a wrong one that ranks hold like it, or else all of the kind."""
+        """Return the right results of the kind of a wrong one that a rank holds in the same way, whole or not."""
         target, rank = cause.targets[0], cause.ops[0][0]
-        right = self._list_right(cause)
         is_whole = rank in target.regions and target.regions[rank].is_whole
-        return [each for each in right if each.regions[rank].is_whole == is_whole] or right
+        return [each for each in self._list_right(cause) if each.regions[rank].is_whole == is_whole]
 
     def list_alone(self, cause: Cause) -> Iterator[Origin]:
         """Yield the lines of ranks alone that the wrong result passes and no right one of its kind does.
@@ -72,11 +71,18 @@ class Spectrum:
     def list_missing(self, cause: Cause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.
 
-        Most right results have passed it, or their computation shares a line with that of the wrong one. For a
-        multiple of the right result, a line of ranks alone that computes with numbers counts, too.
+        Most right results have passed it, or their computation shares a line with that of the wrong one. Results
+        that a rank holds in the same way count first. For a multiple of the right result, a line of ranks alone
+        that computes with numbers counts, too.
         """
+        for right in (self._list_alike(cause), self._list_right(cause)):
+            found = list(self._list_missing(cause, right))
+            if found:
+                yield from found
+                return
+
+    def _list_missing(self, cause: Cause, right: Sequence[Target]) -> Iterator[Origin]:
         target, rank = cause.targets[0], cause.ops[0][0]
-        right = self._list_alike(cause)
         if cause.known == "scale":
             yield from self._list_numbers(target, rank, right)
         met, before = self._list_met(target.values.get(rank))
@@ -124,6 +130,7 @@ class Spectrum:
             yield make_origin("missing", stack)
             program = self._joint.programs[op[0]]
             sites = program.ops[recorded.origin].sites if recorded.origin >= 0 else self._lines.sites(op)
+            yield from self._lines.list_members(sites, words)
             yield from self._lines.define(sites, of_conditions=True, words=words)
         elif recorded.meeting is not None and not stack:
             yield from self._lines.list_calls(op[0], recorded.meeting.group.name)

@@ -63,7 +63,7 @@ class UserLines:
         heard = {(site.file, site.line) for op in program.ops for site in op.sites}
         lines = program.lines.get(step, set()) - self._of_one - heard
         firsts = sorted((file, line) for file, line in lines if (file, line - 1) not in lines)
-        return [Site(*line, "") for line in firsts]
+        return [_whole_line(*line) for line in firsts]
 
     def define(
         self,
@@ -83,17 +83,29 @@ class UserLines:
         found = self._definitions.find(
             sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions, keyword=keyword
         )
+        yield from (
+            make_origin("definition", [site])
+            for site in self._sort(found, words)
+            if not of_ranks or self.is_parallel(site)
+        )
+
+    def list_members(self, sites: tuple[Site, ...], words: Collection[str]) -> Iterator[Origin]:
+        """Yield the lines that decide which elements the lists have that the calls of a stack take.
+
+        Those with these words come first, then those of ranks alone.
+        """
+        found = self._definitions.find_members(sites)
+        yield from (make_origin("member", [site]) for site in self._sort(found, words))
+
+    def _sort(self, sites: Sequence[Site], words: Collection[str]) -> list[Site]:
+        """Sort lines: first those with these words, then those of ranks alone."""
 
         def rank_of(site: Site) -> tuple[bool, bool]:
             text = linecache.getline(site.file, site.line)
             is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
             return not is_named, not self.is_parallel(site)
 
-        yield from (
-            make_origin("definition", [site])
-            for site in sorted(found, key=rank_of)
-            if not of_ranks or self.is_parallel(site)
-        )
+        return sorted(sites, key=rank_of)
 
     def list_calls(self, rank: int, group: str) -> Iterator[Origin]:
         """Yield the lines of user code that made a process group or took it from a mesh."""
@@ -113,6 +125,11 @@ class UserLines:
     @cached_property
     def _definitions(self) -> Definitions:
         return make_definitions(self._joint.programs)
+
+
+def _whole_line(file: str, line: int) -> Site:
+    text = linecache.getline(file, line).rstrip().encode()
+    return Site(file, line, "", 0, (line, len(text) - len(text.lstrip()), line, len(text)))
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:

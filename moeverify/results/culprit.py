@@ -95,6 +95,7 @@ OriginKind = Literal[
     "part",
     "missing",
     "alone",
+    "member",
     "applied",
     "collective",
     "group",
@@ -116,6 +117,7 @@ OriginKind = Literal[
 - `part`: it passes on a part of a sum, without a reduction;
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `alone`: right results of this kind do not pass it;
+- `member`: it decides which elements a list has that the missing call takes;
 - `applied`: it applies the function whose backward is wrong;
 - `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
 - `definition`: it defines a number, group, index or flag of the operation in Python;

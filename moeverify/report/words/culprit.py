@@ -80,6 +80,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "moved": "changes the order of elements, and one device does not run it",
     "part": "passes on this rank's part of a sum",
     "missing": "right results of this kind pass this call, and this one does not",
+    "member": "decides what that call takes",
     "alone": "right results of this kind do not pass this line, and this one does",
     "applied": "calls the function in the forward pass",
     "collective": "the wrong result passes this collective",

@@ -153,8 +153,8 @@ def train(mesh, model):
 """
 
 
-def find_in_lists(tmp_path: Path, **options: bool | str) -> list[str]:
-    """Return the lines that define the arguments of the collective."""
+def find_in_lists(tmp_path: Path, *, of_members: bool = False, keyword: str = "") -> list[str]:
+    """Return the lines that define the arguments of the collective, or the members of its lists."""
     (path := tmp_path / "lists.py").write_text(LISTS)
     node = next(
         each
@@ -164,13 +164,14 @@ def find_in_lists(tmp_path: Path, **options: bool | str) -> list[str]:
     site = Site(
         str(path), node.lineno, "", 0, (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
     )
-    found = Definitions([str(path)], lambda file, line: False).find([site], **options)  # type: ignore[arg-type]
+    definitions = Definitions([str(path)], lambda file, line: False)
+    found = definitions.find_members([site]) if of_members else definitions.find([site], keyword=keyword)
     return [LISTS.splitlines()[each.line - 1].strip() for each in found]
 
 
 def test_conditions_name_what_keeps_elements_out_of_a_list_that_a_call_takes(tmp_path: Path) -> None:
-    found = find_in_lists(tmp_path, of_conditions=True)
-    assert found[:2] == ['if hasattr(parameter, "axis"):', 'if "gain" in name:']
+    found = find_in_lists(tmp_path, of_members=True)
+    assert found == ['if hasattr(parameter, "axis"):', 'if "gain" in name:']
 
 
 def test_one_argument_of_a_call_can_be_followed_alone(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_line_without_operators_that_only_ranks_execute_is_named() -> None:
     explainer = Explainer([ranks], one, 0, ())
     upstream = Upstream(explainer.alignment, explainer.one, [])
     causes = explainer.explain(20, proves=False)
-    found = [(each.kind, each.line.lines[1][1].strip()) for each in upstream._list_silent(causes[0])]
+    found = [(each.kind, each.line.expression) for each in upstream._list_silent(causes[0])]
     assert found == [("silent", 'kinds.append("called")')]
 
 
