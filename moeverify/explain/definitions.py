@@ -116,7 +116,7 @@ class Definitions:
     def find_members(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which elements are appended to the lists that the calls of a stack take.
 
-        A condition that calls a function of the user is followed by what the function returns.
+        A condition that calls a function of the user is followed by the values that the function returns.
         """
         scopes = self._list_scopes(sites)[:_MOST_FRAMES]
         return list(dict.fromkeys(self._list_members([_Use(*each, _line(each[0])) for each in scopes])))

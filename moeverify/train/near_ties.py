@@ -34,8 +34,17 @@ _MOST_ELEMENTS = 1 << 22
 """Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64."""
 
 
+_MOST_VALUES = 1 << 23
+"""Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
+
+Logits of a vocabulary are not routed by, and would take gigabytes.
+"""
+
+_MOST_COMPARED = 1 << 30
+"""Maximum number of values that a search compares, about a second on one core; beyond it a choice stays."""
+
 _AT_ONCE = 1024
-"""Rows that are searched together. At most 2**22 known ones of two numbers make 16 GiB of distances."""
+"""Rows that are searched together."""
 
 
 class NearTies(PassMode):
@@ -106,6 +115,8 @@ class NearTies(PassMode):
         near = _is_near(rows, chosen, 2 * _LIMIT * self._unit).nonzero().squeeze(1)
         if known is None or not len(near):
             return None
+        if len(near) * known[0].numel() > _MOST_COMPARED:
+            return None
         own, made_near = rows[near].nan_to_num(0.0, 0.0, 0.0), chosen[near]
         sizes = own.abs().amax(dim=1)
         distances, nearest = _find_nearest(own, known[0])
@@ -150,8 +161,8 @@ def _has_rows(values: Tensor, made: Selection) -> bool:
 
     Attention scores have four dims. Their largest number serves as an offset, and its index is of no use.
     """
-    is_last = made.dim in (-1, values.ndim - 1)
-    return is_last and values.ndim in (2, 3) and values.shape[-1] > 1 and made.indices.numel() > 0
+    is_last = made.dim in (-1, values.ndim - 1) and values.ndim in (2, 3)
+    return is_last and values.shape[-1] > 1 and 0 < made.indices.numel() <= values.numel() <= _MOST_VALUES
 
 
 def _find_nearest(rows: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

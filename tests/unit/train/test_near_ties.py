@@ -14,6 +14,7 @@ from moeverify.cases.schema import CustomModel, Data, Recipe
 from moeverify.cases.validation.load import load_cases
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
+from moeverify.train import near_ties
 from moeverify.train.near_ties import NearTies, follow_near_ties
 from moeverify.train.program import NearTieCounts
 
@@ -165,6 +166,14 @@ def test_masked_numbers_are_no_tie() -> None:
     kept = golden.find(0, Kind.NEAR_TIES, "topk 3 of 4")
     assert kept is not None
     assert kept[:, :2].tolist() == [[0.5, 0.502]]
+
+
+@pytest.mark.parametrize("limit", ["_MOST_VALUES", "_MOST_COMPARED"])
+def test_choices_among_too_many_values_stay(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    golden = keep(SCORES)
+    monkeypatch.setattr(near_ties, limit, 11)
+    with repeat(golden):
+        assert ROUNDED.topk(1).indices.flatten().tolist() == [0, 0, 0]
 
 
 def test_attention_scores_are_no_choices() -> None:
