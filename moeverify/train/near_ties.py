@@ -33,7 +33,6 @@ Rounding accumulates from layer to layer. In bfloat16 it is 12.5 %; after two la
 _MOST_ELEMENTS = 1 << 22
 """Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64."""
 
-
 _MOST_VALUES = 1 << 23
 """Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
 
@@ -112,10 +111,10 @@ class NearTies(PassMode):
         """
         rows, chosen = _flatten(values, made)
         known = self._read(_name(made.operator, rows, chosen), rows.shape[1], rows.device)
-        near = _is_near(rows, chosen, 2 * _LIMIT * self._unit).nonzero().squeeze(1)
-        if known is None or not len(near):
+        if known is None:
             return None
-        if len(near) * known[0].numel() > _MOST_COMPARED:
+        near = _is_near(rows, chosen, 2 * _LIMIT * self._unit).nonzero().squeeze(1)
+        if not len(near) or len(near) * known[0].numel() > _MOST_COMPARED:
             return None
         own, made_near = rows[near].nan_to_num(0.0, 0.0, 0.0), chosen[near]
         sizes = own.abs().amax(dim=1)

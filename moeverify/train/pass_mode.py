@@ -28,8 +28,14 @@ class PassMode(TorchFunctionMode):
 
     @contextmanager
     def active_in_engine(self) -> Iterator[None]:
-        """Put the mode back on the stack while torch is in its engine."""
-        run = getattr(torch.autograd, _ENGINE)
+        """Put the mode back on the stack while torch is in its engine.
+
+        A torch without this function of the engine runs the backward pass outside of the mode.
+        """
+        run = getattr(torch.autograd, _ENGINE, None)
+        if run is None:
+            yield
+            return
         setattr(torch.autograd, _ENGINE, self._back_on_stack()(run))
         try:
             yield
