@@ -289,6 +289,11 @@ def _pair_by_elements(op: Op, other: Op, one: OneDevice, ids: Mapping[int, Tenso
                 yield Pair((), mine, best)
 
 
+def find_pair(op: Op, other: Op, place: Place) -> Pair | None:
+    """Return the corresponding tensor arguments at one place of two calls of one operator."""
+    return next((each for each in pair_tensors(op, other) if each.place == place), None)
+
+
 def pair_tensors(op: Op, other: Op) -> list[Pair]:
     """Return the corresponding tensor arguments of two calls of one operator.
 

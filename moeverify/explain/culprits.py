@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves
-from moeverify.explain.counterparts import pair_tensors
+from moeverify.explain.counterparts import find_pair
 from moeverify.explain.describe import (
     describe_at,
     describe_op,
@@ -279,10 +279,9 @@ class Culprits:
             found["right"] = self._source((first[0], number))
             found["numbers"] = ((str(name), ""),)
         elif edit.kind in ("operand", "whole") and other is not None:
-            pairs = pair_tensors(op, other)
-            theirs = next((pair.theirs for pair in pairs if pair.place == edit.place), None)
-            if theirs is not None:
-                found |= self._describe_operand(first, taken, theirs, edit.changes.values[taken])
+            pair = find_pair(op, other, edit.place)
+            if pair is not None:
+                found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
         return found
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_ancestors, list_group
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
-from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, pair_tensors
+from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, find_pair, pair_tensors
 from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
@@ -122,9 +122,7 @@ def _list_operands(
     """Yield edits that replace the operand at a place, for all operators that take this value."""
     found: dict[Kind, list[list[tuple[At, Tensor]]]] = {"operand": [], "whole": []}
     for at, other in pairs:
-        pair = next(
-            (each for each in pair_tensors(alignment.joint.op(at), other) if each.place == place), None
-        )
+        pair = find_pair(alignment.joint.op(at), other, place)
         if pair is None:
             return
         mine = (at[0], pair.mine)

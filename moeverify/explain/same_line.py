@@ -7,7 +7,7 @@ from dataclasses import replace
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import skip_moves
-from moeverify.explain.counterparts import OneDevice, pair_tensors
+from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
 from moeverify.explain.describe import list_differences
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At
@@ -23,10 +23,7 @@ def name_number(alignment: Alignment, one: OneDevice, cause: Cause) -> Cause:
     edit = cause.repairs[0] if cause.repairs else None
     if edit is None or edit.other is None or edit.kind not in ("operand", "whole"):
         return cause
-    pair = next(
-        (each for each in pair_tensors(_op(alignment, cause.ops[0]), edit.other) if each.place == edit.place),
-        None,
-    )
+    pair = find_pair(alignment.joint.op(cause.ops[0]), edit.other, edit.place)
     if pair is None:
         return cause
     found = {}
@@ -37,10 +34,6 @@ def name_number(alignment: Alignment, one: OneDevice, cause: Cause) -> Cause:
         found[maker] = other
     changed = Edit("number", tuple(found), edit.changes, found)
     return replace(cause, ops=list(found), repairs=[changed])
-
-
-def _op(alignment: Alignment, at: At) -> Op:
-    return alignment.joint.op(at)
 
 
 def _is_alike(alignment: Alignment, one: OneDevice, mine: At, other: Op) -> bool:

@@ -22,7 +22,7 @@ _MOST_FOLLOWED = 48
 class Spectrum:
     """Comparison of the lines that a wrong result has passed with those of `right` results.
 
-    `list_lineage` returns the operators that carried the value of a result on a rank, the last one first.
+    `list_lineage` returns the operators that carried a value, the last one first.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Spectrum:
         joint: Joint,
         lines: UserLines,
         right: Sequence[Target],
-        list_lineage: Callable[[Target, int], Sequence[At]],
+        list_lineage: Callable[[At | None], Sequence[At]],
     ) -> None:
         self._joint, self._lines, self._right = joint, lines, right
         self._list_lineage = list_lineage
@@ -66,7 +66,7 @@ class Spectrum:
 
     def _list_passed(self, target: Target, rank: int) -> list[tuple[At, tuple[Site, ...]]]:
         """Return the operators that carried the value of a result, with their lines of user code."""
-        return [(op, self._lines.sites(op)) for op in self._list_lineage(target, rank)]
+        return [(op, self._lines.sites(op)) for op in self._list_lineage(target.values.get(rank))]
 
     def list_missing(self, cause: Cause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.

@@ -40,6 +40,7 @@ class Upstream:
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
+        self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
     def find(
@@ -55,7 +56,7 @@ class Upstream:
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
         """
-        lineage = self._list_lineage(cause.targets[0], cause.ops[0][0])
+        lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
         kind = cause.repairs[0].kind if cause.repairs else ""
         scaling = self._scaling.find(cause, lineage)
@@ -222,21 +223,25 @@ class Upstream:
         if first and (is_of_user(sites[first].file) or not self._lines.sites(op)):
             yield make_origin("entered", sites[first:])
 
-    def _list_lineage(self, target: Target, rank: int) -> list[At]:
-        """Return the operators of the step that carried the value of a result on a rank, the last one first.
+    def _list_lineage(self, end: At | None) -> list[At]:
+        """Return the operators of the step that carried the value of a result, the last one first.
 
         These are its copies, sums and multiples.
         """
-        end = target.values.get(rank)
         if end is None:
             return []
+        if end not in self._lineages:
+            self._lineages[end] = self._walk_lineage(end)
+        return self._lineages[end]
+
+    def _walk_lineage(self, end: At) -> list[At]:
         roots = self._roots(end)
         is_number = not self._joint.value(end).shape
 
         def reads(op: At) -> list[At]:
             values = [(at, self._joint.value(at)) for at in self._joint.reads(op)]
             floating = [at for at, value in values if value.is_floating and (is_number or value.shape)]
-            own = [at for at in floating if at[0] == rank]
+            own = [at for at in floating if at[0] == end[0]]
             recorded = self._joint.op(op)
             is_linear = recorded.short.rstrip("_") in _LINEAR or recorded.meeting is not None
             is_linear |= is_passing(self._joint, op)

@@ -10,6 +10,7 @@ Only a choice within rounding of a run's own one is replaced: a wrong choice sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from moeverify.cases.schema import CustomModel, Recipe
 from moeverify.parallel.regions.observer import Observer
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
-from moeverify.train.pass_mode import BACKWARD, PassMode
+from moeverify.train.pass_mode import PassMode
 from moeverify.train.program import NearTieCounts, ReadableState, compute_dtype_of
 from moeverify.train.selections import Selection, read_selection, replace_choice
 
@@ -73,15 +74,8 @@ class NearTies(PassMode):
             found = torch.cat(rows)
             observer.observe(self._step, Kind.NEAR_TIES, name, found, Region.whole(found.shape))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the operator; keep its choice, or replace it."""
-        kwargs = kwargs or {}
-        if func in BACKWARD:
-            with self.active_in_engine():
-                return func(*args, **kwargs)
-        result = func(*args, **kwargs)
+    def finish(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """Keep the choice of an operator, or replace it."""
         made = None if _is_fixed() else read_selection(func, args, kwargs, result)
         values: Any = args[0] if args else kwargs.get("input")
         if made is None or not _has_rows(values, made):

@@ -7,7 +7,7 @@ the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,27 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from moeverify.train.pass_mode import BACKWARD, PassMode
+from moeverify.train.pass_mode import PassMode
 
 
 class WideOperators(PassMode):
     """A context of forward and backward passes in which torch's grouped product accepts float64."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the operator or its float64 replacement."""
-        kwargs = kwargs or {}
-        if func in BACKWARD:
-            with self.active_in_engine():
-                return func(*args, **kwargs)
+    def substitute(self, func: Any, args: Sequence[Any]) -> Callable[..., Any]:
+        """Return the operator or its float64 replacement."""
         if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
             # torch 2.11 divides by the number of heads on CPUs: with no heads the process dies of SIGFPE.
             raise RuntimeError("attention without key heads")
         # torch.nn.functional.grouped_mm is a Python function that calls torch._grouped_mm.
         if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return multiply_groups(*args, **kwargs)
-        return func(*args, **kwargs)
+            return multiply_groups
+        return super().substitute(func, args)
 
 
 def multiply_groups(

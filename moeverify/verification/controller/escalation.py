@@ -236,19 +236,19 @@ def choose_confirming(case: Case, result: CaseResult, confirming: Mapping[str, C
     """Return the wider case that confirms a pass or decides an undecided case; None if there is none.
 
     An undecided case outside `confirming` runs in the next wider precision, where bounds are 1e-5. With
-    float8 it runs in the widest one, because below float64 the rounding to float8 widens all bounds. So does a
-    pass in which ranks took one device's choices near a tie: the wider run shows that the choices are right.
+    float8 it runs in the widest one, because below float64 the rounding to float8 widens all bounds. A pass
+    in which ranks took one device's choices near a tie runs there too, where the choices are their own.
     """
     if asks_confirmation(result, confirming):
         return confirming[result.name]
-    is_open = result.verdict == "undecided" or (result.verdict == "pass" and has_held_choices(result))
+    is_open = result.verdict == "undecided" or (result.verdict == "pass" and _has_held_choices(result))
     wider = list_wider(case) if is_open else ()
     if not wider:
         return None
     return wider[0] if case.recipe.float8 == "none" else wider[-1]
 
 
-def has_held_choices(result: CaseResult) -> bool:
+def _has_held_choices(result: CaseResult) -> bool:
     """Return whether ranks took choices near a tie, as of experts, from one device."""
     facts = [check.facts for check in result.checks]
     return any(isinstance(each, ReplayedModules) and each.num_held > 0 for each in facts)

@@ -219,9 +219,8 @@ def _name_methods_quickly() -> None:
 
 def preload(entry: str) -> None:
     """Import the modules that every rank needs. An entry that fails to import fails again in the ranks."""
-    with (
-        uncollected()
-    ):  # imports leave hardly any garbage, and the searches for it take a quarter of their time
+    # Imports leave hardly any garbage, and the searches for it take a quarter of their time.
+    with uncollected():
         importlib.import_module("torch.distributed.launcher.api")
         _name_methods_quickly()
         importlib.import_module("moeverify.verification.launch.rank")

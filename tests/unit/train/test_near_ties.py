@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from moeverify.cases.schema import CustomModel, Data, Recipe
+from moeverify.cases.schema import CustomModel, Data, Precision, Recipe
 from moeverify.cases.validation.load import load_cases
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
@@ -42,9 +42,9 @@ class Kept:
         return self.found.get((step, kind, name))
 
 
-def make_recipe(precision: str = "bfloat16") -> Recipe:
+def make_recipe(precision: Precision = "bfloat16") -> Recipe:
     model = CustomModel(factory="a:b", vocab_size=8)
-    return Recipe(name="r", model=model, precision=precision, data=Data(batch=2, seq_len=4))  # type: ignore[arg-type]
+    return Recipe(name="r", model=model, precision=precision, data=Data(batch=2, seq_len=4))
 
 
 def keep(scores: Tensor, step: int = 0, operator: Any = torch.topk, *arguments: Any) -> Kept:
