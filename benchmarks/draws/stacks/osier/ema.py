@@ -1,0 +1,20 @@
+"""A moving average of the weights, in buffers of the model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Shadow(nn.Module):
+    def __init__(self, model: nn.Module, decay: float = 0.75):
+        super().__init__()
+        self.decay = decay
+        for name, weight in model.named_parameters():
+            self.register_buffer(name.replace(".", "__"), weight.detach().clone())
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        for name, weight in model.named_parameters():
+            shadow = getattr(self, name.replace(".", "__"))
+            shadow.mul_(self.decay).add_(weight.detach(), alpha=1 - self.decay)
