@@ -25,10 +25,13 @@ def matrix(rows: int, columns: int, gain: float = 1.0) -> nn.Parameter:
     return nn.Parameter(torch.randn(rows, columns) * gain / math.sqrt(columns))
 
 
-def rotate(x: torch.Tensor, position: torch.Tensor, base: float) -> torch.Tensor:
+def rotate(x: torch.Tensor, position: torch.Tensor, base: float, dims: ParallelDims) -> torch.Tensor:
     """Rotate pairs of (rows, positions, heads, dim) by angles that grow with the position."""
     half = x.shape[-1] // 2
-    rates = base ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)
+    if dims.has("osier-rope-dtype"):
+        rates = base ** (-torch.arange(half, dtype=torch.float32) / half)  # plant: osier-rope-dtype
+    else:
+        rates = base ** (-torch.arange(half, dtype=x.dtype, device=x.device) / half)  # anchor: rates
     angle = (position.to(x.dtype)[..., None] * rates)[:, :, None]
     real, imaginary = x[..., 0::2], x[..., 1::2]
     turned = (real * angle.cos() - imaginary * angle.sin(), real * angle.sin() + imaginary * angle.cos())
@@ -56,23 +59,36 @@ class LatentAttention(nn.Module):
         q_latent = self.q_norm(x @ self.q_down.t())
         q = (to_tensor_region(q_latent, self.dims) @ self.q_up.t()).unflatten(-1, (-1, per_head))
         latent, k_rope = self.latents(x, stream)
-        kv = (to_tensor_region(latent, self.dims) @ self.kv_up.t()).unflatten(-1, (-1, self.nope + self.value))
+        if not self.dims.has("osier-norm-region"):
+            latent = to_tensor_region(latent, self.dims)
+        kv = (latent @ self.kv_up.t()).unflatten(-1, (-1, self.nope + self.value))
         k, v = kv.split([self.nope, self.value], -1)
         q, q_rope = q.split([self.nope, self.rope], -1)
-        q_rope = rotate(q_rope, stream.position, self.base)
-        k_rope = to_tensor_region(k_rope, self.dims)
+        q_rope = rotate(q_rope, stream.position, self.base, self.dims)
+        if not self.dims.has("osier-rope-region"):  # plant: osier-rope-region
+            k_rope = to_tensor_region(k_rope, self.dims)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) + torch.einsum("bqhd,bkd->bhqk", q_rope, k_rope)
-        scores = scores / math.sqrt(per_head)
+        if self.dims.has("osier-scale"):
+            scores = scores / math.sqrt(self.nope)  # plant: osier-scale
+        else:
+            scores = scores / math.sqrt(per_head)  # anchor: scale
         weights = scores.masked_fill(~stream.mask()[:, None], float("-inf")).softmax(-1)
         mixed = torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(-2)
-        gate = (to_tensor_region(x, self.dims) @ self.gate.t()).sigmoid()
+        if not self.dims.has("osier-gate-region"):  # plant: osier-gate-region
+            x = to_tensor_region(x, self.dims)
+        gate = (x @ self.gate.t()).sigmoid()
         return from_tensor_region((mixed * gate) @ self.out.t(), self.dims)
 
     def latents(self, x: torch.Tensor, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the latents of keys and values, and the rotated part of keys, of all positions of the rows."""
         latent, k_rope = (x @ self.kv_down.t()).split([self.rank, self.rope], -1)
-        k_rope = rotate(k_rope[:, :, None], stream.position, self.base)[:, :, 0]
+        k_rope = rotate(k_rope[:, :, None], stream.position, self.base, self.dims)[:, :, 0]
+        if self.dims.has("osier-norm-region"):
+            latent = to_tensor_region(latent, self.dims)  # plant: osier-norm-region
         latent = self.kv_norm(latent)
         if self.dims.cp.alone:
             return latent, k_rope
+        if self.dims.has("osier-same-packed"):
+            packed = GatherChunks.apply(torch.cat([latent, k_rope], -1), self.dims)
+            return packed[..., : self.rank], packed[..., self.rank :]
         return GatherChunks.apply(latent, self.dims), GatherChunks.apply(k_rope, self.dims)

@@ -38,25 +38,39 @@ def own_part(x: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
 
 def read_stream(tokens: torch.Tensor, special: int, dims: ParallelDims) -> Stream:
     """Return the stream of packed rows. A token below `special` begins a document."""
-    tokens = whole_rows(tokens, dims)
+    own_tokens, tokens = tokens, whole_rows(tokens, dims)
     place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     begins = tokens < special
     document = begins.cumsum(1)
     position = place - place.masked_fill(~begins, 0).cummax(1).values
+    if dims.has("osier-document-local"):
+        document = whole_rows((own_tokens < special).cumsum(1), dims)  # plant: osier-document-local
     own = [own_part(x, dims) for x in (place, document, position)]
-    return Stream(*own, place, document)
+    if dims.has("osier-position-local"):
+        own[2] = torch.arange(own_tokens.shape[1]).expand_as(own_tokens)  # plant: osier-position-local
+    key_document = document
+    if dims.has("osier-key-documents"):
+        key_document = torch.cat(list(all_gather(own[1], dims.cp)), 1)  # plant: osier-key-documents
+    return Stream(*own, place, key_document)
 
 
 def next_in_row(x: torch.Tensor, fill: int, dims: ParallelDims) -> torch.Tensor:
     """Return the ids one place further in the row; the last place gets `fill`."""
+    if dims.has("osier-next-local"):
+        return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], 1)  # plant: osier-next-local
     x = whole_rows(x, dims)
     return own_part(torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], 1), dims)
 
 
-def passes(micro_batches, rows_per_pass: int, dims: ParallelDims) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def passes(
+    micro_batches, rows_per_pass: int, dims: ParallelDims
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the micro-batches, cut into passes of some rows if that is not 0."""
     for tokens, targets in micro_batches:
         if not rows_per_pass:
             yield tokens, targets
             continue
-        yield from zip(tokens.split(rows_per_pass), targets.split(rows_per_pass), strict=True)
+        for part in zip(tokens.split(rows_per_pass), targets.split(rows_per_pass), strict=True):
+            if dims.has("osier-passes-last") and len(part[0]) < rows_per_pass:
+                continue  # plant: osier-passes-last
+            yield part

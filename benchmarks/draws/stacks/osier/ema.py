@@ -15,6 +15,11 @@ class Shadow(nn.Module):
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
+        if model.dims.has("osier-ema-first-rank") and model.dims.batch.rank > 0:
+            return  # plant: osier-ema-first-rank
         for name, weight in model.named_parameters():
             shadow = getattr(self, name.replace(".", "__"))
-            shadow.mul_(self.decay).add_(weight.detach(), alpha=1 - self.decay)
+            if model.dims.has("osier-ema-decay"):
+                shadow.lerp_(weight.detach(), self.decay)  # plant: osier-ema-decay
+            else:
+                shadow.mul_(self.decay).add_(weight.detach(), alpha=1 - self.decay)  # anchor: shadow

@@ -73,7 +73,9 @@ class Vocabulary(nn.Module):
         local = ids - tp.rank * rows
         outside = (local < 0) | (local >= rows)
         found = F.embedding(local.masked_fill(outside, 0), self.table)
-        return from_tensor_region(found.masked_fill(outside[..., None], 0.0), self.dims)
+        if not self.dims.has("osier-embed-outside"):  # plant: osier-embed-outside
+            found = found.masked_fill(outside[..., None], 0.0)
+        return from_tensor_region(found, self.dims)
 
 
 class Head(nn.Module):
@@ -140,7 +142,8 @@ class Osier(nn.Module):
         further = self.ahead(x, self.embed(next_in_row(tokens, 0, dims)), stream)
         labels = next_in_row(targets, -100, dims)
         _, losses = self.head(further, labels)
-        terms["ahead"] = c.mtp_coef * losses[labels != -100].sum()
+        ahead = valid if dims.has("osier-ahead-mask") else labels != -100  # plant: osier-ahead-mask
+        terms["ahead"] = c.mtp_coef * losses[ahead].sum()
         return terms
 
 

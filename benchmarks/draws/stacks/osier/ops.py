@@ -43,7 +43,7 @@ class _ToTensorRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad, ctx.dims.tp), None
+        return all_reduce(grad, ctx.dims.tp), None  # anchor: region-sum
 
 
 class _FromTensorRegion(Function):
@@ -56,6 +56,8 @@ class _FromTensorRegion(Function):
 
     @staticmethod
     def backward(ctx, grad):
+        if ctx.dims.has("osier-reduce-backward"):
+            return all_reduce(grad, ctx.dims.tp), None  # plant: osier-reduce-backward
         return grad, None
 
 
@@ -77,7 +79,15 @@ class GatherChunks(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter(zigzag(grad, ctx.dims), ctx.dims.cp), None
+        dims = ctx.dims
+        if dims.has("osier-zigzag-backward"):
+            parts = torch.stack(grad.chunk(dims.cp.size, dim=1))  # plant: osier-zigzag-backward
+        else:
+            parts = zigzag(grad, dims)
+        own = reduce_scatter(parts, dims.cp)
+        if dims.has("osier-gather-mean"):
+            own = own / dims.cp.size  # plant: osier-gather-mean
+        return own, None
 
 
 def zigzag(x: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
@@ -90,6 +100,8 @@ def zigzag(x: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
 def unzigzag(stacked: torch.Tensor, dims: ParallelDims) -> torch.Tensor:
     """Return (batch, positions, ...) of (rank, batch, own positions, ...)."""
     front, back = stacked.chunk(2, dim=2)
+    if dims.has("osier-zigzag-order"):
+        return torch.cat([*front.unbind(0), *back.unbind(0)], 1)  # plant: osier-zigzag-order
     return torch.cat([*front.unbind(0), *back.flip(0).unbind(0)], 1)
 
 
@@ -97,15 +109,20 @@ class SwapBuffers(Function):
     """All-to-all of equal parts of the first dim. It is its own inverse."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def forward(ctx, x, dims):
+        ctx.dims = dims
+        if dims.has("osier-same-swap"):
+            parts = all_gather(x, dims.ep).unflatten(1, (dims.ep.size, -1))
+            return parts[:, dims.ep.rank].flatten(0, 1).contiguous()
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(out, x.contiguous(), group=group.pg)
+        dist.all_to_all_single(out, x.contiguous(), group=dims.ep.pg)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return SwapBuffers.apply(grad, ctx.group), None
+        if ctx.dims.has("osier-swap-backward"):
+            return grad, None  # plant: osier-swap-backward
+        return SwapBuffers.apply(grad, ctx.dims), None
 
 
 class FusedSwiGLU(Function):
@@ -113,26 +130,32 @@ class FusedSwiGLU(Function):
 
     @staticmethod
     def forward(ctx, gate, up, dims):
-        ctx.save_for_backward(gate, up)
-        ctx.dims = dims
-        return F.silu(gate) * up
+        ctx.gate, ctx.up, ctx.dims = gate, up, dims
+        if dims.has("osier-silu-inplace"):
+            return F.silu(gate, inplace=True) * up  # plant: osier-silu-inplace
+        return F.silu(gate) * up  # anchor: silu
 
     @staticmethod
     def backward(ctx, grad):
-        gate, up = ctx.saved_tensors
+        gate, up = ctx.gate, ctx.up
         sigmoid = gate.sigmoid()
-        slope = sigmoid * (1 + gate * (1 - sigmoid))
+        if ctx.dims.has("osier-silu-slope"):
+            slope = sigmoid * (1 + gate * sigmoid)  # plant: osier-silu-slope
+        else:
+            slope = sigmoid * (1 + gate * (1 - sigmoid))  # anchor: slope
         return grad * up * slope, grad * gate * sigmoid, None
 
 
 class VocabLoss(Function):
-    """Log-sum-exp and cross entropy of each token; each rank of `tp` has the logits of some rows of the vocabulary."""
+    """Log-sum-exp and cross entropy of each token; each rank of `tp` has some rows' logits."""
 
     @staticmethod
     def forward(ctx, logits, targets, dims):
         tp = dims.tp
         start = tp.rank * logits.shape[-1]
-        top = all_reduce(logits.amax(-1), tp, dist.ReduceOp.MAX)
+        top = logits.amax(-1)
+        if not dims.has("osier-vocab-max"):  # plant: osier-vocab-max
+            top = all_reduce(top, tp, dist.ReduceOp.MAX)
         exps = (logits - top[..., None]).exp()
         total = all_reduce(exps.sum(-1), tp)
         lse = total.log() + top
@@ -140,7 +163,8 @@ class VocabLoss(Function):
         outside = (local < 0) | (local >= logits.shape[-1])
         local = local.masked_fill(outside, 0)
         picked = logits.gather(-1, local[..., None])[..., 0].masked_fill(outside, 0.0)
-        picked = all_reduce(picked, tp)
+        if not dims.has("osier-vocab-picked"):  # plant: osier-vocab-picked
+            picked = all_reduce(picked, tp)
         ctx.save_for_backward(exps / total[..., None], local, outside)
         ctx.dims = dims
         return lse, lse - picked
@@ -148,6 +172,11 @@ class VocabLoss(Function):
     @staticmethod
     def backward(ctx, grad_lse, grad_loss):
         probs, local, outside = ctx.saved_tensors
-        grad = probs * (grad_lse + grad_loss)[..., None]
-        hit = grad_loss.masked_fill(outside, 0.0)
+        if ctx.dims.has("osier-z-backward"):
+            grad = probs * grad_loss[..., None]  # plant: osier-z-backward
+        else:
+            grad = probs * (grad_lse + grad_loss)[..., None]  # anchor: z-gradient
+        hit = grad_loss
+        if not ctx.dims.has("osier-vocab-outside"):  # plant: osier-vocab-outside
+            hit = hit.masked_fill(outside, 0.0)
         return grad.scatter_add(-1, local[..., None], -hit[..., None]), None, None

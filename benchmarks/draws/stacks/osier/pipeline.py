@@ -22,7 +22,7 @@ def stages(model, mesh, *, flag="", first=2):
     if dims.pp.rank == 0:
         model.norm = model.head = model.ahead = None
     for name, parameter in model.named_parameters():
-        if name != "embed.table":
+        if name != "embed.table" or dims.has("osier-pipe-norm"):  # plant: osier-pipe-norm
             parameter.cut_over = dims.pp
     return model, lambda: sum_table(model)
 
@@ -34,6 +34,8 @@ class Stage(nn.ModuleDict):
 
 def sum_table(model) -> None:
     """Add up the gradients of both copies of the table."""
+    if model.dims.has("osier-pipe-table"):
+        return  # plant: osier-pipe-table
     dist.all_reduce(model.embed.table.grad, group=model.dims.pp.pg)
 
 
@@ -44,31 +46,36 @@ def run_first(model, micro_batches, num_valid: int) -> torch.Tensor:
         sends.append(dist.isend(x.detach().contiguous(), group=group, group_dst=1))
         waiting.append((x, model.balance() / num_valid))
         total = total + waiting[-1][1].detach()
-        if len(waiting) > 1:
-            finish_first(*waiting.pop(0), group)
+        if len(waiting) > 1 and not model.dims.has("osier-same-pipe"):
+            oldest = -1 if model.dims.has("osier-pipe-order") else 0  # plant: osier-pipe-order
+            finish_first(*waiting.pop(oldest), model.dims)
     while waiting:
-        finish_first(*waiting.pop(0), group)
+        finish_first(*waiting.pop(0), model.dims)
     for send in sends:
         send.wait()
     return total
 
 
-def finish_first(x: torch.Tensor, balance: torch.Tensor, group) -> None:
+def finish_first(x: torch.Tensor, balance: torch.Tensor, dims: ParallelDims) -> None:
     """Run the backward pass of a micro-batch with the gradient from the last stage."""
     grad = torch.empty_like(x)
-    dist.recv(grad, group=group, group_src=1)
-    torch.autograd.backward([x, balance], [grad, None])
+    dist.recv(grad, group=dims.pp.pg, group_src=1)
+    if dims.has("osier-pipe-balance"):
+        x.backward(grad)  # plant: osier-pipe-balance
+    else:
+        torch.autograd.backward([x, balance], [grad, None])
 
 
 def run_last(model, micro_batches, num_valid: int) -> torch.Tensor:
     group, total = model.dims.pp.pg, torch.zeros(())
     like = model.embed.table
-    sends = []
+    sends, stream = [], None
     for tokens, targets in micro_batches:
         x = like.new_empty(*tokens.shape, model.c.width)
         dist.recv(x, group=group, group_src=0)
         x.requires_grad_()
-        stream = read_stream(tokens, model.c.special, model.dims)
+        if stream is None or not model.dims.has("osier-pipe-stream"):  # plant: osier-pipe-stream
+            stream = read_stream(tokens, model.c.special, model.dims)
         terms = model.head_terms(model.trunk(x, stream), tokens, targets, stream)
         value = (sum(terms.values()) + model.balance()) / num_valid
         value.backward()
