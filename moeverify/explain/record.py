@@ -59,7 +59,7 @@ from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
 from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
-from moeverify.train.module_taps import list_floats
+from moeverify.train.module_taps import hook_gradient, list_floats
 
 MOST_ELEMENTS = 1 << 28
 """Maximum number of elements kept of a program's values: 2 GiB in float64."""
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             *(self._hook_optimizers() if hooks_optimizers else ()),
         ]
         self._is_open = True
-        groups, lines = follow_groups(self.program.groups), self._lines.following()
+        groups, lines = follow_groups(self.program), self._lines.following()
         try:
             with self._waits.following(), groups, self, plain_attention(), lines:
                 yield
@@ -478,7 +478,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
                     End(step, name, False, slot, count, self._find(local_part(tensor.detach())))
                 )
             if tensor.requires_grad:
-                tensor.register_hook(self._make_gradient_hook(step, name, slot, count))  # type: ignore[no-untyped-call]
+                hook_gradient(tensor, self._make_gradient_hook(step, name, slot, count))
 
     def _make_gradient_hook(self, step: int, name: str, slot: int, count: int) -> Any:
         def note(gradient: Tensor) -> None:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +174,7 @@ class Tap:
             self._keep(FORWARD, key, unpack(tensor))
             if tensor.requires_grad:
                 self.silent.add(key)
-                tensor.register_hook(self._make_gradient_hook(key, is_first=is_first))  # type: ignore[no-untyped-call]
+                hook_gradient(tensor, self._make_gradient_hook(key, is_first=is_first))
 
     def _make_gradient_hook(
         self, key: tuple[str, str, str, int], *, is_first: bool
@@ -248,6 +248,17 @@ class _TappedOverlapping(_TappedDispatcher, Overlapping):
 def tap_dispatcher(inner: Dispatcher, read: Callable[[str, Tensor], Tensor]) -> Dispatcher:
     """Return a dispatcher whose input (N, H) and output are replaced by `read(end, tensor)`."""
     return (_TappedOverlapping if isinstance(inner, Overlapping) else _TappedDispatcher)(inner, read)
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Call a hook with the gradient of a tensor, if it has one.
+
+    Torch also calls hooks with None, if a custom `backward` returns no gradient for the tensor.
+    """
+    handle = tensor.register_hook(  # type: ignore[no-untyped-call]
+        lambda gradient: None if gradient is None else hook(gradient)
+    )
+    return cast("RemovableHandle", handle)
 
 
 def list_floats(value: Any, slot: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -31,6 +31,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.results.facts import Use
 from moeverify.results.trace import CollectiveRecord
+from moeverify.train.module_taps import hook_gradient
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.module_dtypes import ModuleDtypes, find_line
 from moeverify.verification.checks.narrower import dtype_called, is_narrower, name_dtype
@@ -220,7 +221,7 @@ class DtypeWatch(Watch[list[Sighting]]):
 
         self._awaited.add(id(slot.stored))
         if used.requires_grad:
-            self._handles.append(used.register_hook(look))  # type: ignore[no-untyped-call]
+            self._handles.append(hook_gradient(used, look))
         handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 

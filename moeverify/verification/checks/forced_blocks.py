@@ -30,6 +30,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
 from moeverify.train.block_ends import EMBEDDING, BlockEnds
+from moeverify.train.module_taps import hook_gradient
 from moeverify.verification.checks.base import Outcome, Role, Shown, Training, Watch
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 
@@ -69,7 +70,7 @@ class _ForcedBlocks(Watch[None]):
 
         passed = self._replace(values, step, maker, region)
         if passed.requires_grad:
-            passed.register_hook(pass_back)  # type: ignore[no-untyped-call]
+            hook_gradient(passed, pass_back)
         return passed
 
     def _replace(self, values: Tensor, step: int, name: str, region: Region, scale: float = 1.0) -> Tensor:

@@ -32,6 +32,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import GradientSumFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
+from moeverify.train.module_taps import hook_gradient
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
@@ -139,7 +140,7 @@ class GradientSumWatch(Watch[Reports]):
             if torch.compiler.is_compiling() or self._step < 0 or not output.requires_grad:
                 return
             kept = keep_inputs(module, local_part(inputs[0]))
-            output.register_hook(self._make_adder(prefix, module, kept))  # type: ignore[no-untyped-call]
+            hook_gradient(output, self._make_adder(prefix, module, kept))
 
         return hook
 

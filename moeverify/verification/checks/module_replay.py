@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.parallel.regions.unseen import unseen
-from moeverify.train.module_taps import list_floats
+from moeverify.train.module_taps import hook_gradient, list_floats
 from moeverify.train.selections import HeldSelections, RecordedSelections, Selection
 
 MOST_ELEMENTS = 1 << 26
@@ -146,7 +146,7 @@ class Visits:
             for slot, tensor in list_floats(output):
                 visit.outputs[slot] = _copy(tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(_keep(visit.of_outputs, slot))  # type: ignore[no-untyped-call]
+                    hook_gradient(tensor, _keep(visit.of_outputs, slot))
             _read_back([tensor.grad_fn for _, tensor in list_floats(output)], edges, visit.of_inputs)
 
         return hook

@@ -29,6 +29,7 @@ from moeverify.results.facts import Form, RouterGradientFacts, Term
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
+from moeverify.train.module_taps import hook_gradient
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
@@ -147,7 +148,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
             awaited.is_known = True
         for value, field_name in returning:
             if value.requires_grad:
-                value.register_hook(_make_keeper(seen, field_name))  # type: ignore[no-untyped-call]
+                hook_gradient(value, _make_keeper(seen, field_name))
 
     def report(self) -> Reports:
         """Return the gradients of each step; see `Watch`."""
@@ -165,7 +166,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
         weight = module.weight
         if isinstance(weight, Tensor) and weight.requires_grad:
             awaited = _Awaited()
-            awaited.handle = weight.register_hook(awaited.hear)  # type: ignore[no-untyped-call]
+            awaited.handle = hook_gradient(weight, awaited.hear)
             self._awaited[module] = awaited
 
     def _forget(self) -> None:
