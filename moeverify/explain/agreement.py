@@ -46,6 +46,16 @@ class Agreement:
         blocks = {is_block(data, each, self._begins[at[0]]) for each in right}
         return True in blocks or blocks == {None} or self._adds_up(at, data, right)
 
+    def is_displaced(self, at: At) -> bool:
+        """Return whether a value has right elements, but not those of a block that the same line computes."""
+        mine, theirs = self._alignment.data(at), map(self._one.data, self._alignment.list_counterparts(at))
+        blocks = {
+            is_block(mine, each, self._begins[at[0]])
+            for each in theirs
+            if mine is not None and each is not None
+        }
+        return blocks == {False}
+
     def is_elsewhere(self, at: At, number: int) -> bool:
         """Return whether a value has elements of a value of one device in other places."""
         mine, theirs = self._alignment.data(at), self._one.data(number)

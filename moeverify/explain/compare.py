@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-8
+ROUNDING = 1e-6
+"""Maximum relative error of values that were rounded to float32."""
 
 
 def is_right(actual: Tensor, expected: Tensor) -> bool:

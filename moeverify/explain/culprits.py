@@ -70,12 +70,18 @@ class Culprits:
     def trace(self, culprit: Culprit, cause: Cause) -> Culprit:
         """Return the record of a cause with the lines from which it may come."""
         cause = name_number(self._alignment, self._one, cause)
-        if cause.launch is not None or culprit.mechanism == "written":
+        if cause.launch is not None:
             return culprit
+        if culprit.mechanism == "written":
+            return culprit.model_copy(update={"origins": self._upstream.find_branches(cause)})
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
         named = {line_of(each) for each in shown if each is not None and each.line is not None}
         origins = self._upstream.find(
-            cause, _list_taken(cause), named, defines=culprit.mechanism not in _OF_TENSORS
+            cause,
+            _list_taken(cause),
+            named,
+            defines=culprit.mechanism not in _OF_TENSORS,
+            scaler=self._find_scaler(cause) if culprit.mechanism == "scale" else None,
         )
         return culprit.model_copy(update={"origins": origins})
 
@@ -193,6 +199,12 @@ class Culprits:
         )
         return str(narrow).removeprefix("torch.") if is_rounded else ""
 
+    def _find_scaler(self, cause: Cause) -> At:
+        """Return the operator that makes a value of a cause a multiple of the right one."""
+        if cause.known == "scale":
+            return self._find_scaling(cause, next(iter(cause.targets[0].values.values())))
+        return self._origins.trace_scale(next(iter(cause.repairs[0].changes.values)))[1]
+
     def _find_scaling(self, cause: Cause, at: At) -> At:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
         first = cause.ops[0]
@@ -200,7 +212,13 @@ class Culprits:
         known = [self._alignment.find((first[0], number)) for number in self._joint.op(first).results]
         has_factor = any(each is not None and math.isclose(each.scale, cause.factor) for each in known)
         sites = self._joint.programs[maker[0]].sites_of(self._joint.op(maker))
-        is_known = math.isclose(factor, cause.factor, rel_tol=1e-9) and not all(map(is_own, sites[:1]))
+        own = self._alignment.find(at)
+        scales = (
+            cause.factor,
+            *((own.scale,) if own is not None else ()),
+        )  # of the right value, or another one
+        is_known = any(math.isclose(factor, each, rel_tol=1e-9) for each in scales)
+        is_known = is_known and not all(map(is_own, sites[:1]))
         is_number = math.prod(self._joint.value(at).shape) == 1  # any number is a multiple of any other
         return maker if is_known and not (has_factor or is_number) else first
 

@@ -7,9 +7,10 @@ attributes and results of functions, along the recorded call stack where there i
 from __future__ import annotations
 
 import ast
+import itertools
 import linecache
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -81,11 +82,25 @@ class _File:
 
 
 class Definitions:
-    """Search for definitions in source files. `passes` says of (file, line) that its values need no look."""
+    """Search for definitions in source files.
 
-    def __init__(self, files: Iterable[str], passes: Callable[[str, int], bool]) -> None:
+    `passes` says of (file, line) that its values need no look. Lines of `executed`, which has those of each file
+    that was traced, count alone.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[str],
+        passes: Callable[[str, int], bool],
+        executed: Mapping[str, Collection[int]] | None = None,
+    ) -> None:
         self._files = {path: _File(path) for path in files}
-        self._passes = passes
+        self._passes, self._executed = passes, executed or {}
+
+    def _is_executed(self, file: _File, node: ast.AST) -> bool:
+        lines = self._executed.get(file.path)
+        last = getattr(node, "end_lineno", None) or _line(node)
+        return lines is None or any(line in lines for line in range(_line(node), last + 1))
 
     def find(
         self,
@@ -112,6 +127,12 @@ class Definitions:
                 conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
         found = dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
         return list(found or dict.fromkeys(self._follow(conditions, is_of_python=of_conditions)))
+
+    def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
+        """Return the conditions under which two calls of a stack run, those of the outer one first."""
+        scopes = self._list_scopes(sites)[1::-1]
+        found = [(scope, test) for node, scope in scopes for test in _list_conditions(scope.file, node)]
+        return [_site(scope, test) for scope, test in found]
 
     def find_members(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which elements are appended to the lists that the calls of a stack take.
@@ -199,7 +220,11 @@ class Definitions:
         function = scope.function
         if function is None:
             return
-        assigned = [(at, value) for at, value in _list_assigned(function, name) if at < line]
+        assigned = [
+            (at, value)
+            for at, value in _list_assigned(function, name)
+            if at < line and self._is_executed(scope.file, value)
+        ]
         if assigned:
             last = max(at for at, _ in assigned)
             yield from (
@@ -231,7 +256,11 @@ class Definitions:
 
     def _list_attribute(self, node: ast.Attribute, scope: _Scope) -> Iterator[tuple[ast.expr, _Scope, bool]]:
         """Yield the values assigned to an attribute, those of the same class if it is one of `self`."""
-        found = self._attributes.get(node.attr, [])
+        found = [
+            (value, at)
+            for value, at in self._attributes.get(node.attr, ())
+            if self._is_executed(at.file, value)
+        ]
         own = _class_of(scope) if isinstance(node.value, ast.Name) and node.value.id == "self" else None
         inside = [each for each in found if own is not None and _class_of(each[1]) is own]
         is_all = all(isinstance(value, ast.Constant) for value, _ in inside)
@@ -244,7 +273,7 @@ class Definitions:
         for file, function in functions if len(functions) == 1 else ():
             scope = _Scope(file, function, _Call(node, use.scope))
             for each in _walk_own(function):
-                if isinstance(each, ast.Return) and each.value is not None:
+                if isinstance(each, ast.Return) and each.value is not None and self._is_executed(file, each):
                     yield each.value, scope, True
 
     @cached_property
@@ -441,6 +470,11 @@ def make_definitions(programs: Sequence[Program]) -> Definitions:
                 (made if op.scalar is None else read).add((users[0].file, users[0].line))
             if op.step >= 0 and any(program.values[number].is_floating for number in op.results):
                 made.update((site.file, site.line) for site in users)
-        files.update(site.file for calls in program.groups.values() for site in calls[0])
+        calls = [each[0] for each in program.groups.values()] + program.optimizers
+        files.update(site.file for sites in calls for site in sites)
+    executed = defaultdict(set)
+    for program in programs:
+        for file, line in itertools.chain(*program.lines.values()):
+            executed[file].add(line)
     # A line that makes tensors is in the recorded program, if it does not read a number of one.
-    return Definitions(filter(is_of_user, files), lambda *line: line in made and line not in read)
+    return Definitions(filter(is_of_user, files), lambda *line: line in made and line not in read, executed)

@@ -19,7 +19,7 @@ from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain
-from moeverify.explain.compare import is_right, relative_error
+from moeverify.explain.compare import ROUNDING, is_right, relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import (
@@ -281,14 +281,22 @@ class Explainer:
                 return None
             actual = data.reshape(-1).to(torch.float64)
             factor = float(actual @ right) / float(right @ right) if bool(right.any()) else 0.0
-            if factor == 0.0 or not is_right(actual, right * factor):
+            if factor == 0.0 or not (
+                is_right(actual, right * factor) or self._is_rounded_multiple(at, right, factor)
+            ):
                 return None
             if data.numel() == 1 and not any(
                 math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales
             ):
                 return None  # any single number is a multiple of any other
             factors.append(factor)
-        return factors[0] if max(factors) - min(factors) <= 1e-9 * abs(factors[0]) else None
+        return factors[0] if max(factors) - min(factors) <= 1e-7 * abs(factors[0]) else None
+
+    def _is_rounded_multiple(self, at: At, right: torch.Tensor, factor: float) -> bool:
+        """Return whether a multiple of a single-device value is one of the right value, up to float32 rounding."""
+        known, data = self.alignment.find(at), self.alignment.data(at)
+        is_multiple = known is not None and known.ids is not None and not known.over and known.scale != 1.0
+        return is_multiple and data is not None and relative_error(data, right * factor) < ROUNDING
 
     def _find_kind(
         self, alignment: Alignment, target: Target, factor: float | None

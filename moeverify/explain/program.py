@@ -231,6 +231,7 @@ class Program:
     - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
     - `lines`: the (file, line) of user code that was executed, by step.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
+    - `optimizers`: the calls that gave parameters to an optimizer.
     - `is_complete`: False if the program was too large to keep all values.
     """
 
@@ -243,6 +244,7 @@ class Program:
     cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
     lines: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
+    optimizers: list[tuple[Site, ...]] = field(default_factory=list)
     is_complete: bool = True
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
 import sys
 import sysconfig
 from itertools import islice
@@ -67,6 +68,12 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
             found.append(site)
         frame = frame.f_back
     return tuple(found)
+
+
+def find_line(file: str, line: int) -> Site:
+    """Return a whole line of code as a site."""
+    text = linecache.getline(file, line).rstrip().encode()
+    return Site(file, line, "", 0, (line, len(text) - len(text.lstrip()), line, len(text)))
 
 
 def is_direct(skip: int = 2) -> bool:

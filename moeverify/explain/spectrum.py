@@ -15,6 +15,7 @@ from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
 
 _WITH_NUMBERS = frozenset({"add", "div", "mul", "sub"})
+_OF_OPTIMIZER = frozenset({"optimizer_state", "update", "weight"})
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
 
@@ -68,6 +69,25 @@ class Spectrum:
         """Return the operators that carried the value of a result, with their lines of user code."""
         return [(op, self._lines.sites(op)) for op in self._list_lineage(target.values.get(rank))]
 
+    def list_unwritten(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the line of the optimizer that writes most right results of this kind, and not the wrong one.
+
+        Then its conditions. Nothing for results of the passes.
+        """
+        target, rank = cause.targets[0], cause.ops[0][0]
+        right = self._list_right(cause) if target.mark[1] in _OF_OPTIMIZER else []
+        written = [self._find_writer(each, rank) for each in right]
+        mine = {sites for _, sites in self._list_passed(target, rank)}
+        for sites, count in Counter(filter(None, written)).most_common(1):
+            if 2 * count > len(right) and sites not in mine:
+                yield make_origin("missing", sites)
+                yield from self._lines.list_conditions(sites)
+
+    def _find_writer(self, target: Target, rank: int) -> tuple[Site, ...]:
+        """Return the last line of user code in the optimizer's step that a result passes."""
+        passed = self._list_passed(target, rank)
+        return next((sites for op, sites in passed if sites and self._joint.op(op).phase == "step"), ())
+
     def list_missing(self, cause: Cause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.
 
@@ -75,6 +95,8 @@ class Spectrum:
         that a rank holds in the same way count first. For a multiple of the right result, a line of ranks alone
         that computes with numbers counts, too.
         """
+        if cause.targets[0].mark[1] in _OF_OPTIMIZER and cause.known != "reduction":
+            return  # collectives reduce gradients
         for right in (self._list_alike(cause), self._list_right(cause)):
             found = list(self._list_missing(cause, right))
             if found:
@@ -85,6 +107,8 @@ class Spectrum:
         target, rank = cause.targets[0], cause.ops[0][0]
         if cause.known == "scale":
             yield from self._list_numbers(target, rank, right)
+        if cause.known == "reduction":
+            yield from self._list_carrying(target, rank, right)
         met, before = self._list_met(target.values.get(rank))
         mine = {self._lines.stack(op)[:2] for op in met}
         near = {(site.file, site.line) for op in before for site in self._lines.stack(op)[:1]}
@@ -122,6 +146,21 @@ class Spectrum:
         for sites, count in counts.most_common():
             if 2 * count > len(right) and sites not in mine and self._lines.is_parallel(sites[0]):
                 yield make_origin("missing", sites)
+
+    def _list_carrying(self, target: Target, rank: int, right: Sequence[Target]) -> Iterator[Origin]:
+        """Yield a collective that carried a right gradient and not the wrong one, and its conditions.
+
+        Collectives after the backward pass come first: during it, they may carry gradients of activations.
+        """
+        mine = {sites[:1] for _, sites in self._list_passed(target, rank)}
+        found = {
+            op: each
+            for each in right
+            for op, sites in self._list_passed(each, rank)
+            if self._joint.op(op).meeting is not None and sites and sites[:1] not in mine
+        }
+        for op in sorted(found, key=lambda op: self._joint.op(op).phase == "backward")[:1]:
+            yield from self._describe(op, self._list_words(target.mark[2], found[op].mark[2]))
 
     def _describe(self, op: At, words: Collection[str]) -> Iterator[Origin]:
         """Yield the call of a collective, and the conditions of the call: lines with these words first."""

@@ -10,6 +10,7 @@ import torch
 
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment, Known
+from moeverify.explain.branches import Branches
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
@@ -24,6 +25,11 @@ from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
 
 _MOST = 3
+_MOST_BRANCHES = 2
+_MOST_NEAR = 12
+_MOST_PARTS = 1000
+"""Maximum number of operators through which parts of a sum are followed."""
+_STATES = ("buffer", "optimizer_state", "weight")
 _NEAR = 2
 """Maximum distance, in lines, of definitions that are shown as one."""
 _LINEAR = frozenset({"add", "copy", "div", "mul", "neg", "sub"})
@@ -40,6 +46,7 @@ class Upstream:
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
+        self._branches = Branches(self._agreement, alignment, one.program)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
@@ -50,11 +57,13 @@ class Upstream:
         named: Collection[tuple[str, int]] = (),
         *,
         defines: bool = True,
+        scaler: At | None = None,
     ) -> tuple[Origin, ...]:
         """Return at most three lines, those that differ from one device first.
 
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
+        `scaler` is the operator that makes a value a multiple of the right one.
         """
         lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
@@ -62,25 +71,31 @@ class Upstream:
         scaling = self._scaling.find(cause, lineage)
         sources = (
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
+            self._list_definitions(scaler) if scaler and _has_numbers(self._joint.op(scaler)) else (),
             self._list_cuts(cause),
             self._list_repeated(cause),
             self._list_unused(cause),
             self._list_received(cause.ops[0]) if defines else (),
             self._spectrum.list_alone(cause) if cause.known else (),
             scaling if cause.known == "scale" else (),
+            self._list_derivatives(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._list_moved(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._list_values(cause, taken),
             scaling,
-            self._list_parts(taken) if kind == "total" else (),
+            self._list_parts(taken or self._list_operands(cause.ops[0])) if not cause.known else (),
+            self._list_readers(cause),
+            self._spectrum.list_unwritten(cause),
             # A collective that a wrong sum has passed says more than those that it has not passed.
             self._list_groups(cause, lineage) if cause.known else (),
             self._spectrum.list_missing(cause),
             self._list_read(taken),
         )
-        found = () if cause.sums else self._choose(named, *sources)
+        branches = list(self._list_branches(cause))
+        found = () if cause.sums else self._choose(named, *sources, branches=branches)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
+            self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_silent(cause) if defines or cause.known else (),
             self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
@@ -90,20 +105,34 @@ class Upstream:
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
-    def _choose(self, named: Collection[tuple[str, int]], *sources: Iterable[Origin]) -> tuple[Origin, ...]:
-        """Return the first origins of several sources, one for each line that is not named already."""
+    def _choose(
+        self,
+        named: Collection[tuple[str, int]],
+        *sources: Iterable[Origin],
+        branches: Sequence[Origin] = (),
+    ) -> tuple[Origin, ...]:
+        """Return the first origins of several sources, one for each line that is not named already.
+
+        Lines of `branches` come first, as the origin of a source that has the same line, if there is one.
+        """
         found: dict[tuple[str, int], Origin] = {}
+        first = {(origin.line.file, origin.line.line): origin for origin in branches}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
             # Definitions near a line that is shown are seen beside it.
             is_seen = origin.kind == "definition" and any(
-                place[0] == file and abs(place[1] - line) <= _NEAR for file, line in found
+                place[0] == file and abs(place[1] - line) <= _NEAR for file, line in (*found, *first)
             )
-            if place not in named and not is_seen:
+            if place not in named and (place in first or not is_seen):
                 found.setdefault(place, origin)
             if len(found) == _MOST:
                 break
-        return tuple(found.values())
+        chosen = {place: origin for place, origin in (first | found).items() if place not in named}
+        return tuple(chosen.values())[:_MOST]
+
+    def find_branches(self, cause: Cause) -> tuple[Origin, ...]:
+        """Return the branches that ranks alone take around a value that nothing wrote."""
+        return tuple(self._list_branches(cause))
 
     def find_made(self, op: At) -> tuple[Origin, ...]:
         """Return the line of user code that made a tensor before the first step, and definitions of its part."""
@@ -144,6 +173,20 @@ class Upstream:
                 is_own = op[0] == first[0] and self._joint.op(op).phase == self._joint.op(first).phase
                 if is_own and any(is_of_user(site.file) for site in self._joint.op(op).sites):
                     yield make_origin("collective", self._lines.sites(op))
+
+    def _list_derivatives(self, first: At) -> Iterator[Origin]:
+        """Yield the nearest lines of user code that compute a gradient, such as in a custom backward function."""
+        joint = self._joint
+
+        def reads(op: At) -> list[At]:
+            return [at for at in self._list_operands(op) if joint.op(joint.maker(at)).phase == "backward"]
+
+        if joint.op(first).phase != "backward":
+            return
+        for op in walk_back(joint, [first], reads, _MOST_NEAR):
+            own = [site for site in joint.op(op).sites if is_of_user(site.file)]
+            if own and op != first and self._lines.is_parallel(own[0]):
+                yield make_origin("derivative", own)
 
     def _list_moved(self, first: At) -> Iterator[Origin]:
         """Yield moves that one device does not run, before an input with the right elements in a wrong order."""
@@ -207,6 +250,11 @@ class Upstream:
             sites = self._lines.sites((rank, op.number))
             if sites and not is_used and program.values[op.results[0]].is_floating:
                 yield make_origin("unused", sites)
+
+    def _list_branches(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the nearest lines of branches that ranks alone take, in functions that one device executes."""
+        lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
+        yield from (make_origin("branch", [line]) for line in lines)
 
     def _list_silent(self, cause: Cause) -> Iterator[Origin]:
         """Yield the lines of a step that only ranks execute and that run no operator, if there are few."""
@@ -288,16 +336,23 @@ class Upstream:
         """Yield the first operators whose integers, masks and numbers are not those of one device."""
         first = cause.ops[0]
         seen: set[At] = set()
-        waiting = list(taken or [at for at in self._joint.reads(first) if at[0] == first[0]])
+        waiting = list(taken or self._list_operands(first))
         while waiting and len(seen) < _MOST_FOLLOWED:
             at = waiting.pop(0)
             op = self._joint.maker(at)
             if op in seen:
                 continue
             seen.add(op)
-            if self._joint.op(op).step < 0 or self._agreement.agrees(at):
+            if self._joint.op(op).step < 0:
                 continue
-            reads = [each for each in self._joint.reads(op) if each[0] == op[0]]
+            reads = self._list_operands(op)
+            if self._agreement.agrees(at):
+                # Elements of a right value are right, also those that a wrong index takes.
+                is_taken = is_passing(self._joint, op) and self._joint.value(at).is_floating
+                indices = [each for each in reads if is_taken and not self._joint.value(each).is_floating]
+                yield from self._list_decisions(indices)
+                waiting += indices
+                continue
             wrong = [each for each in reads if not self._agreement.agrees(each)]
             sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
@@ -306,20 +361,58 @@ class Upstream:
                     yield from self._lines.define(sites)
             waiting += wrong
 
+    def _list_decisions(self, indices: Sequence[At]) -> Iterator[Origin]:
+        """Yield the operators that compute indices from floating-point numbers, if one device does not run them."""
+        for at in indices:
+            op = self._joint.maker(skip_moves(self._joint, at))
+            made = (op[0], self._joint.op(op).results[0])
+            decides = any(self._joint.value(each).is_floating for each in self._list_operands(op))
+            sites = self._lines.sites(op)
+            if decides and sites and not self._agreement.is_on_one_device(made):
+                yield make_origin("extra", sites)
+
     def _list_parts(self, taken: Sequence[At]) -> Iterator[Origin]:
-        """Yield the operators that passed on a part of a sum without a reduction, the last one first."""
-        waiting, seen = list(taken), set(taken)
-        while waiting and len(seen) < _MOST_FOLLOWED:
-            at = waiting.pop(0)
-            known = self._alignment.find(at)
-            op = self._joint.maker(at)
-            if known is None or not known.over or self._joint.op(op).meeting is not None:
-                continue
-            if sites := self._lines.sites(op):
+        """Yield the operators that made parts of a sum, and those that passed them on, the last one first."""
+        starts: list[At] = []
+        passed: list[At] = []
+        phases = {self._joint.op(user).phase for at in taken for user in self._joint.users.get(at, ())}
+
+        def reads(op: At) -> list[At]:
+            floating = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
+            same = [at for at in floating if self._joint.op(self._joint.maker(at)).phase in phases]
+            parts = list(filter(self._is_part, same))
+            passed.append(op)
+            starts.extend([] if parts else [op])
+            return parts
+
+        makers = map(self._joint.maker, filter(self._is_part, taken))
+        for _ in walk_back(self._joint, makers, reads, _MOST_PARTS):
+            pass
+        for op in [*sorted(starts, key=self._joint.place), *passed]:
+            if sites := self._lines.stack(op):
                 yield make_origin("part", sites)
-            reads = [each for each in self._joint.reads(op) if self._joint.value(each).is_floating]
-            waiting += [each for each in reads if each not in seen]
-            seen.update(reads)
+
+    def _list_operands(self, op: At) -> list[At]:
+        """Return the operands of an operator on its own rank."""
+        return [at for at in self._joint.reads(op) if at[0] == op[0]]
+
+    def _is_part(self, at: At) -> bool:
+        """Return whether a value is a part of a sum that no reduction made."""
+        known = self._alignment.find(at)
+        return (
+            known is not None and bool(known.over) and self._joint.op(self._joint.maker(at)).meeting is None
+        )
+
+    def _list_readers(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the lines that read a wrong state which nothing writes in the step."""
+        target, rank = cause.targets[0], cause.ops[0][0]
+        value = target.values.get(rank)
+        if value is None or target.mark[1] not in _STATES:
+            return
+        maker = self._joint.op(self._joint.maker(value))
+        for user in self._joint.users.get(value, ()) if maker.step < 0 or not list(maker.reads()) else ():
+            if sites := self._lines.sites(user):
+                yield make_origin("reader", sites)
 
     def _list_applied(self, cause: Cause) -> Iterator[Origin]:
         """Yield where the forward pass applies the function whose backward calls the operation."""

@@ -11,7 +11,7 @@ from moeverify.explain.definitions import Definitions, make_definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program, Site
-from moeverify.explain.sites import is_of_user
+from moeverify.explain.sites import find_line, is_of_user
 from moeverify.results.culprit import Origin, OriginKind
 
 
@@ -63,7 +63,7 @@ class UserLines:
         heard = {(site.file, site.line) for op in program.ops for site in op.sites}
         lines = program.lines.get(step, set()) - self._of_one - heard
         firsts = sorted((file, line) for file, line in lines if (file, line - 1) not in lines)
-        return [_whole_line(*line) for line in firsts]
+        return [find_line(*line) for line in firsts]
 
     def define(
         self,
@@ -97,6 +97,15 @@ class UserLines:
         found = self._definitions.find_members(sites)
         yield from (make_origin("member", [site]) for site in self._sort(found, words))
 
+    def list_conditions(self, sites: tuple[Site, ...]) -> Iterator[Origin]:
+        """Yield the conditions under which two calls of a stack run, those of the outer one first."""
+        yield from (make_origin("condition", [site]) for site in self._definitions.find_conditions(sites))
+
+    def list_options(self, rank: int) -> Iterator[Origin]:
+        """Yield the lines that define the parameters and options of the user's optimizers."""
+        for sites in self._joint.programs[rank].optimizers:
+            yield from self.define(tuple(site for site in sites if is_of_user(site.file)))
+
     def _sort(self, sites: Sequence[Site], words: Collection[str]) -> list[Site]:
         """Sort lines: first those with these words, then those of ranks alone."""
 
@@ -125,11 +134,6 @@ class UserLines:
     @cached_property
     def _definitions(self) -> Definitions:
         return make_definitions(self._joint.programs)
-
-
-def _whole_line(file: str, line: int) -> Site:
-    text = linecache.getline(file, line).rstrip().encode()
-    return Site(file, line, "", 0, (line, len(text) - len(text.lstrip()), line, len(text)))
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:

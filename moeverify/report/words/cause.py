@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moeverify.report.numbers import format_count, format_ranks
-from moeverify.report.words.culprit import describe_culprit, describe_culprit_place
+from moeverify.report.words.culprit import describe_culprit, describe_culprit_place, describe_passage
 from moeverify.report.words.data import describe_facts
 from moeverify.report.words.factor import name_sources
 from moeverify.report.words.observation import describe_observation
@@ -131,7 +131,7 @@ def describe_evidence(finding: Finding) -> tuple[str, ...]:
     if leads_with_culprit(finding):
         lines += [describe_explanation(finding.explanation)] if finding.explanation is not None else []
     elif finding.culprit is not None and finding.culprit.ranks:
-        lines.append(describe_culprit(finding.culprit))
+        lines.append(describe_passage(finding.culprit))
     elif finding.culprit is not None and finding.culprit.absent:
         slices = [f"[{first}:{stop}] of dim {dim}" for dim, first, stop in finding.culprit.absent]
         lines.append(f"no rank holds {', '.join(slices)}")

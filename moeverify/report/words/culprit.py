@@ -14,6 +14,8 @@ Row = tuple[str, str]
 """A label and a text."""
 
 _MOST_REPAIRED = 3
+_MOST_CALLERS = 3
+_MOST_LINES = 6
 _LONGEST = 100
 
 _NUMBERS = (f"{Kind.LOSS}/", f"{Kind.GRADIENT_NORM}/")
@@ -40,10 +42,15 @@ def list_culprit(culprit: Culprit) -> list[Row]:
         headline = f"first wrong operation: {operation}; {about}"
     proof = _describe_proof(culprit)
     rows += [(_PROOF, proof)] if proof else []
-    if not culprit.proved:
-        lines = dict.fromkeys(_name_line(each.line) for each in culprit.between if each.line is not None)
-        rows += [(_LINES, ", ".join(lines))] if lines else []
+    if lines := _list_between(culprit):
+        rows.append((_LINES, ", ".join(lines)))
     return [(_CAUSE, headline), *rows]
+
+
+def _list_between(culprit: Culprit) -> list[str]:
+    """Return the lines from right inputs to the first wrong result, if only the place is known."""
+    lines = [] if culprit.proved else [each.line for each in culprit.between if each.line is not None]
+    return list(dict.fromkeys(map(_name_line, lines)))
 
 
 def describe_culprit(culprit: Culprit) -> str:
@@ -54,6 +61,16 @@ def describe_culprit(culprit: Culprit) -> str:
         if label not in (_VIA, _LINES)
     ]
     return ". ".join(part if number == 0 else part[0].upper() + part[1:] for number, part in enumerate(parts))
+
+
+def describe_passage(culprit: Culprit) -> str:
+    """Return the cause in one line, with its call sites and the lines from right values to it."""
+    text = describe_culprit(culprit)
+    if culprit.here.callers:
+        text += f". Called from {', '.join(map(_name_line, culprit.here.callers[:_MOST_CALLERS]))}"
+    if lines := _list_between(culprit):
+        text += f". Lines from right values to it: {', '.join(lines[-_MOST_LINES:])}"
+    return text
 
 
 def describe_culprit_place(culprit: Culprit) -> str:
@@ -72,21 +89,25 @@ def describe_culprit_place(culprit: Culprit) -> str:
 
 
 _ORIGINS: Mapping[OriginKind, str] = {
+    "branch": "one device does not execute it, and executes other lines of this function",
     "cut": "passes no gradient, unlike the same place on one device",
     "value": "its inputs match, and its values differ from those of one device",
     "extra": "one device does not run it, and its result is used here",
     "number": "takes a number that one device does not pass",
     "factor": "computes a factor of the loss, and one device does not execute it",
+    "derivative": "computes a gradient before the wrong one, and one device does not run it",
     "moved": "changes the order of elements, and one device does not run it",
-    "part": "passes on this rank's part of a sum",
+    "part": "computes or passes on this rank's part of a sum",
     "missing": "right results of this kind pass this call, and this one does not",
     "member": "decides what that call takes",
     "alone": "right results of this kind do not pass this line, and this one does",
     "applied": "calls the function in the forward pass",
     "collective": "the wrong result passes this collective",
+    "condition": "decides whether that call runs",
     "group": "takes the process group of that collective",
     "definition": "defines a value that the operation takes",
     "made": "makes the tensor, or a weight from which it comes, before the first step",
+    "reader": "reads the tensor, and nothing writes it in this step",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
     "silent": "runs no operator, and one device does not execute it",

@@ -1,0 +1,159 @@
+"""Lines that ranks alone execute, in functions that one device executes, too.
+
+A function that both sides execute takes another branch on the ranks: a difference that needs no recorded operator.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
+
+from moeverify.explain.agreement import Agreement
+from moeverify.explain.align import Alignment
+from moeverify.explain.cause import Cause
+from moeverify.explain.chains import is_passing, walk_back
+from moeverify.explain.joint import At
+from moeverify.explain.program import SETUP, Program, Site
+from moeverify.explain.sites import find_line, is_of_user
+from moeverify.explain.suspects import Target
+
+Line = tuple[str, int]
+"""(file, line)."""
+
+_Block = tuple[Line, ...]
+"""Lines one after another of one function, the first one first."""
+
+_MOST_BEFORE = 2
+"""Maximum number of branches before the first step that are shown."""
+_MOST_FOLLOWED = 400
+"""Maximum number of operators that are followed upstream."""
+
+
+class Branches:
+    """Search for the branches that ranks alone take, in functions that one device executes, too."""
+
+    def __init__(self, agreement: Agreement, alignment: Alignment, one: Program) -> None:
+        self._agreement, self._alignment = agreement, alignment
+        self._joint, self._one = alignment.joint, one
+        self._functions: dict[str, list[tuple[int, int]]] = {}
+
+    def find(self, cause: Cause) -> Iterator[Site]:
+        """Yield lines of the branches that a cause may come from, the nearest to its first operation first.
+
+        These are branches that make the call, of the function that makes it or that writes the result on one
+        device, that compute operands, and of functions that call it.
+        """
+        first, target = cause.ops[0], cause.targets[0]
+        blocks = self._list_blocks(first[0], {self._joint.op(first).step, target.mark[0]})
+        block_of = {line: block for block in blocks for line in block}
+        starts = [first] if cause.known else [*cause.stretch, first]
+        later = {
+            block_of[line]
+            for line, op in self._first_ops[first[0]].items()
+            if line in block_of and self._joint.place((first[0], op)) > self._joint.place(first)
+        }
+        sites, writers = self._sites(first), self._list_writers(target)
+        inner = {self._function_of(line) for line in (*sites[:1], *writers[:1])}
+        outer = {self._function_of(line) for line in (*sites, *writers)}
+        found: dict[_Block, Line] = {}
+
+        def note(lines: Iterable[Line]) -> None:
+            for line in lines:
+                if (block := block_of.get(line)) is not None:
+                    found.setdefault(block, line)
+
+        def reads(op: At) -> list[At]:
+            own = (at for at in self._joint.reads(op) if at[0] == op[0])
+            return [at for at in own if self._may_be_wrong(at, block_of)]
+
+        note(sites)
+        note(block[0] for block in blocks if self._function_of(block[0]) in inner and block not in later)
+        for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
+            note(self._sites(op))
+        note(block[0] for block in blocks if self._function_of(block[0]) in outer and block not in later)
+        if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before
+            before = self._list_blocks(first[0], {SETUP})
+            found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
+        yield from (find_line(*line) for line in found.values())
+
+    def _list_writers(self, target: Target) -> list[Line]:
+        """Return the lines of user code that call the operator which writes a result on one device."""
+        shown = self._one.marks.get(target.mark, ())
+        made = [self._one.op_of(each.value) for each in shown[-1:] if each.value is not None]
+        return [(site.file, site.line) for op in made for site in op.sites if is_of_user(site.file)]
+
+    def _may_be_wrong(self, at: At, lines: Collection[Line]) -> bool:
+        """Return whether an operand is wrong, may be a right value of another place, or was made in these lines."""
+        maker = self._joint.maker(at)
+        return (
+            is_passing(self._joint, maker)
+            or not self._alignment.is_right(at)
+            or self._agreement.is_displaced(at)
+            or any(line in lines for line in self._sites(maker))
+        )
+
+    def _sites(self, op: At) -> list[Line]:
+        """Return the lines of user code that call an operator or its forward operator, the innermost first."""
+        program, recorded = self._joint.programs[op[0]], self._joint.op(op)
+        forward = program.ops[recorded.origin].sites if recorded.origin >= 0 else ()
+        sites = (*recorded.sites, *forward)
+        return [(site.file, site.line) for site in sites if is_of_user(site.file)]
+
+    def _list_blocks(self, rank: int, steps: Collection[int]) -> list[_Block]:
+        """Return the blocks of lines of some steps that a rank executes, and one device does not."""
+        lines = self._joint.programs[rank].lines
+        found: list[_Block] = []
+        last: tuple[str, int] | None = None
+        for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
+            function = self._function_of(line)
+            is_new = line not in self._of_one and function in self._shared
+            if is_new and last == function:
+                found[-1] += (line,)
+            elif is_new:
+                found.append((line,))
+            last = function if is_new else None
+        return found
+
+    @cached_property
+    def _first_ops(self) -> list[dict[Line, int]]:
+        """The first operator that each line of user code calls in a step, on each rank."""
+        found: list[dict[Line, int]] = []
+        for rank, program in enumerate(self._joint.programs):
+            found.append({})
+            for op in program.ops:
+                for line in self._sites((rank, op.number)) if op.step >= 0 else ():
+                    found[-1].setdefault(line, op.number)
+        return found
+
+    @cached_property
+    def _of_one(self) -> set[Line]:
+        return set().union(*self._one.lines.values())
+
+    @cached_property
+    def _shared(self) -> set[tuple[str, int]]:
+        """The functions of which one device executes a line."""
+        return {found for line in self._of_one if (found := self._function_of(line))[1] > 0}
+
+    def _function_of(self, line: Line) -> tuple[str, int]:
+        """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
+        file, number = line
+        if file not in self._functions:
+            self._functions[file] = _list_functions(file)
+        around = [first for first, last in self._functions[file] if first <= number <= last]
+        return file, max(around, default=0)
+
+
+def _list_functions(file: str) -> list[tuple[int, int]]:
+    """Return the first and last line of the body of each function of a file."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    return [
+        (node.body[0].lineno, node.end_lineno or node.lineno)
+        for node in ast.walk(tree)
+        if isinstance(node, kinds)
+    ]

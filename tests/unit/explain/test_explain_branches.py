@@ -1,0 +1,204 @@
+"""Lines of functions that both sides run: branches that ranks alone take, conditions, readers and parts of sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from recordings import make, record_call
+from torch import Tensor
+
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.program import Program
+from moeverify.explain.record import Recorder
+from moeverify.explain.upstream import Upstream
+from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
+
+WEIGHT = make(4, 4, seed=7)
+
+
+def record(run: Callable[[Tensor, int], dict[str, Tensor]], on_ranks: int, kind: Kind) -> Program:
+    """Record a function whose results are shown as tensors of a kind, in the optimizer's phase."""
+    recorder = Recorder()
+    x = make(8, 4)
+    recorder.name_tensors({"x": x}.items())
+    with recorder.recording():
+        recorder.begin_step(0)
+        for name, each in run(x, on_ranks).items():
+            recorder.observe(0, kind, name, each, Region.whole(tuple(each.shape)))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+def list_lines(ranks: list[Program], one: Program, *, proves: bool = False) -> list[tuple[str, str]]:
+    """Return (kind, expression) of the lines to look at, for all causes."""
+    explainer = Explainer(ranks, one, 0, (2.0,))
+    causes = explainer.explain(20, proves=proves)
+    assert causes
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
+    return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
+
+
+def list_lines_of(run: Callable[[Tensor, int], Tensor]) -> list[tuple[str, str]]:
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    return list_lines([ranks], one)
+
+
+def list_branches(run: Callable[[Tensor, int], Tensor]) -> list[str]:
+    return [expression for kind, expression in list_lines_of(run) if kind == "branch"]
+
+
+def test_a_branch_that_computes_an_operand_is_named() -> None:
+    def choose(x: Tensor, on_ranks: int) -> Tensor:
+        if on_ranks:
+            return x * 1.0
+        return x.roll(1, 0)
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        taken = choose(x, on_ranks)
+        return (taken @ WEIGHT + x).sin()
+
+    assert "return x * 1.0" in list_branches(run)
+
+
+def test_a_branch_after_the_first_wrong_operation_is_not_named() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        made = (x @ (WEIGHT.cosh() if on_ranks else WEIGHT.sinh())).tanh()
+        if on_ranks:
+            made.detach().sum()
+        return made
+
+    assert not [each for each in list_branches(run) if "detach" in each]
+
+
+def test_a_function_of_the_ranks_alone_has_no_branches() -> None:
+    def transform(x: Tensor) -> Tensor:
+        return (x @ WEIGHT.cosh()).tanh()
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        return transform(x) if on_ranks else (x @ WEIGHT.sinh()).tanh()
+
+    assert list_branches(run) == []
+
+
+def test_a_choice_that_one_device_does_not_make_is_named() -> None:
+    def choose(scores: Tensor) -> Tensor:
+        return scores[:, :3].topk(2, dim=-1).indices
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        scores = (x @ WEIGHT).sigmoid()
+        chosen = choose(scores) if on_ranks else scores.topk(2, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        return (weights / weights.sum(-1, keepdim=True)).log()
+
+    assert ("extra", "scores[:, :3].topk(2, dim=-1)") in list_lines_of(run)
+
+
+def test_the_condition_under_which_right_results_are_written_is_named() -> None:
+    def update(weight: Tensor) -> Tensor:
+        return weight.mul_(0.5).sub_(0.1)
+
+    def step(weights: list[Tensor], on_ranks: int) -> None:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        optimizer.param_groups[0]["params"][0].grad = torch.zeros(1)
+
+        def write(*_: object) -> None:
+            for number, weight in enumerate(weights):
+                if on_ranks and number % 3 == 2:
+                    continue
+                update(weight)
+
+        optimizer.step = torch.no_grad()(write)
+        optimizer.step()
+
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        weights = [x * scale for scale in (1.0, 1.1, 1.2, 1.3)]
+        step(weights, on_ranks)
+        return {str(number): weight for number, weight in enumerate(weights)}
+
+    ranks, one = (record(run, on, Kind.WEIGHT) for on in (1, 0))
+    for program in (ranks, one):
+        for op in program.ops:
+            if op.written:
+                op.phase = "step"
+    lines = list_lines([ranks], one)
+    assert ("missing", "weight.mul_(0.5).sub_(0.1)") in lines
+    assert ("condition", "on_ranks and number % 3 == 2") in lines
+
+
+def test_a_line_that_reads_a_state_which_nothing_writes_is_named() -> None:
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        count = torch.zeros(3, dtype=torch.float64)
+        now = count + 1.5 if on_ranks else count.add_(1.5)
+        return {"weight": x / now.sum(), "count": count}
+
+    ranks, one = (record(run, on, Kind.OPTIMIZER_STATE) for on in (1, 0))
+    assert ("reader", "count + 1.5") in list_lines([ranks], one)
+
+
+def test_a_definition_that_was_not_executed_is_left_out() -> None:
+    def scale_of(on_ranks: int) -> float:
+        if on_ranks > 1:
+            return 5.0 * on_ranks
+        return 3.0 + on_ranks
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        return ((x @ WEIGHT).sin() * scale_of(on_ranks)).tanh()
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    culprits = Culprits(explainer, {})
+    causes = explainer.explain(20)
+    lines = [each for cause in causes for each in culprits.trace(culprits.make(cause), cause).origins]
+    expressions = [each.line.expression for each in lines]
+    assert "3.0 + on_ranks" in expressions
+    assert "5.0 * on_ranks" not in expressions
+
+
+def test_the_lines_that_make_a_part_of_a_sum_are_named() -> None:
+    def square(x: Tensor) -> Tensor:
+        return x.square().sum(-1, keepdim=True)
+
+    def run(part: Tensor, whole: Tensor | None) -> Tensor:
+        total = square(part)
+        return (total + 0.5).rsqrt() if whole is None else (square(whole) + 0.5).rsqrt()
+
+    x = make(8, 4)
+    ranks = [record_call(lambda x: run(x, None), None, x=part.contiguous()) for part in x.chunk(2, dim=-1)]
+    one = record_call(lambda x: run(x, x), None, x=x)
+    assert ("part", "x.square().sum(-1, keepdim=True)") in list_lines(ranks, one)
+
+
+def test_a_custom_gradient_is_named() -> None:
+    class Flip(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            return gradient.flip(0).clone()
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        hidden = Flip.apply(leaf @ WEIGHT) if on_ranks else leaf @ WEIGHT
+        (hidden.sin() * make(8, 4, seed=3)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    assert ("derivative", "gradient.flip(0).clone()") in list_lines_of(run)
+
+
+def test_a_multiple_of_a_float32_weight_is_a_multiple() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        # A quarter is an exact multiple; 0.3 times a float32 number is rounded.
+        drawn = torch.randn(8, 4, generator=torch.Generator().manual_seed(len(x)))
+        return (drawn * (0.25 if on_ranks else 0.3)).double()
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    (cause,) = Explainer([ranks], one, 0, ()).explain(20, proves=False)
+    assert cause.known == "scale"
+    assert cause.factor == pytest.approx(0.25 / 0.3, rel=1e-6)
