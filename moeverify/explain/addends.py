@@ -82,7 +82,8 @@ class Addends:
                 for rank in cell.holders
             ]
             sums = _join(part for each in weighed for part in each if part is not None)
-            is_multiple = all(weighed) and len({each.weight for each in sums}) == 1
+            is_own = not any(each.source_rows for each in sums)
+            is_multiple = is_own and all(weighed) and len({each.weight for each in sums}) == 1
             if sums and not is_multiple and not any(None in each for each in weighed):
                 return self._make_cause(target, [at for at, _ in own], shown, sums)
         return None
@@ -119,7 +120,10 @@ class Addends:
         ]
         made = set(map(joint.maker, own))
         stretch = sorted(joint.list_before(ends) - joint.list_before(own), key=joint.place)
+        size = min(math.prod(joint.value(at).shape) for at in own)
         met = [op for op in stretch if joint.op(op).meeting and made & joint.list_before(joint.sources(op))]
+        # A smaller result, such as the norm of all gradients, does not have the elements of the sum.
+        met = [op for op in met if math.prod(joint.value((op[0], joint.op(op).results[0])).shape) >= size]
         last = {op[0]: op for op in met or [op for op in stretch if joint.op(op).written]}
         ops = [last.get(at[0], joint.maker(at)) for at in {at[0]: at for at in ends}.values()]
         return Cause(ops, [], [target], stretch=stretch, known="reduction", sums=sums)

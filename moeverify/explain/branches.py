@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from moeverify.explain.agreement import Agreement
@@ -34,8 +34,10 @@ _MOST_FOLLOWED = 400
 class Branches:
     """Search for the branches that ranks alone take, in functions that one device executes, too."""
 
-    def __init__(self, agreement: Agreement, alignment: Alignment, one: Program) -> None:
-        self._agreement, self._alignment = agreement, alignment
+    def __init__(
+        self, agreement: Agreement, alignment: Alignment, one: Program, right: Sequence[Target]
+    ) -> None:
+        self._agreement, self._alignment, self._right = agreement, alignment, right
         self._joint, self._one = alignment.joint, one
         self._functions: dict[str, list[tuple[int, int]]] = {}
 
@@ -49,11 +51,11 @@ class Branches:
         blocks = self._list_blocks(first[0], {self._joint.op(first).step, target.mark[0]})
         block_of = {line: block for block in blocks for line in block}
         starts = [first] if cause.known else [*cause.stretch, first]
-        later = {
-            block_of[line]
-            for line, op in self._first_ops[first[0]].items()
-            if line in block_of and self._joint.place((first[0], op)) > self._joint.place(first)
-        }
+        calls = {line: op for line, op in self._first_ops[first[0]].items() if line in block_of}
+        later, proven = set[_Block](), set[_Block]()
+        if self._joint.op(first).step >= 0:  # else nothing wrote the result: a branch may have left it out
+            later = {block_of[line] for line, op in calls.items() if op > first[1]}
+            proven = {block_of[line] for line in calls if (target.mark[0], line) in self._proven[first[0]]}
         sites, writers = self._sites(first), self._list_writers(target)
         inner = {self._function_of(line) for line in (*sites[:1], *writers[:1])}
         outer = {self._function_of(line) for line in (*sites, *writers)}
@@ -61,7 +63,7 @@ class Branches:
 
         def note(lines: Iterable[Line]) -> None:
             for line in lines:
-                if (block := block_of.get(line)) is not None:
+                if (block := block_of.get(line)) is not None and block not in proven:
                     found.setdefault(block, line)
 
         def reads(op: At) -> list[At]:
@@ -125,6 +127,15 @@ class Branches:
             for op in program.ops:
                 for line in self._sites((rank, op.number)) if op.step >= 0 else ():
                     found[-1].setdefault(line, op.number)
+        return found
+
+    @cached_property
+    def _proven(self) -> list[set[tuple[int, Line]]]:
+        """The lines of each rank that compute right results, such as gradients of other parameters, with the step."""
+        ends = [at for each in self._right for at in each.values.values()]
+        found: list[set[tuple[int, Line]]] = [set() for _ in self._joint.programs]
+        for op in self._joint.list_before(ends) if ends else ():
+            found[op[0]].update((self._joint.op(op).step, line) for line in self._sites(op))
         return found
 
     @cached_property

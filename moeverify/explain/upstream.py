@@ -26,7 +26,7 @@ from moeverify.results.culprit import Origin
 
 _MOST = 3
 _MOST_BRANCHES = 2
-_MOST_NEAR = 12
+_MOST_NEAR = 48
 _MOST_PARTS = 1000
 """Maximum number of operators through which parts of a sum are followed."""
 _STATES = ("buffer", "optimizer_state", "weight")
@@ -46,7 +46,7 @@ class Upstream:
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
-        self._branches = Branches(self._agreement, alignment, one.program)
+        self._branches = Branches(self._agreement, alignment, one.program, right)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
