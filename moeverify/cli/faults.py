@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
 
-class Precision(StrEnum):
+class FaultPrecision(StrEnum):
     """Precision in which the ranks compute."""
 
     float64 = "float64"
@@ -47,7 +47,7 @@ Words = Annotated[
     ),
 ]
 InPrecision = Annotated[
-    Precision | None,
+    FaultPrecision | None,
     typer.Option("--precision", help="Run in another precision what is a bug in it.", show_default=False),
 ]
 Output = Annotated[
@@ -346,7 +346,7 @@ def mutate(
         raise typer.Exit(int(is_bad))
 
 
-def _print_rates(console: Console, ran: RanMutants, precision: Precision | None) -> None:
+def _print_rates(console: Console, ran: RanMutants, precision: FaultPrecision | None) -> None:
     """Print the counts and rates of mutants, and the omissions of a precision."""
     from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants
 

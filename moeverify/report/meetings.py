@@ -12,7 +12,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PendingCollective:
     """One collective: the records of the ranks that issued it, and the ranks they still wait for."""
 
     records: Mapping[int, CollectiveRecord]
@@ -30,7 +30,7 @@ class Meeting:
         return len({record.signature for record in records if not record.is_point_to_point}) > 1
 
 
-def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meeting]:
+def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[PendingCollective]:
     """Return the collectives of all ranks in one order that preserves the order of each rank.
 
     A collective is emitted once all ranks that issued it have reached it. If ranks wait for each other in a
@@ -53,7 +53,7 @@ def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meet
         for key in ready:
             ahead[key] -= len(heads[key])
             records = {rank: queues[rank].popleft() for rank in heads[key]}
-            meetings.append(Meeting(records, _find_missing(records, traces)))
+            meetings.append(PendingCollective(records, _find_missing(records, traces)))
     return meetings
 
 

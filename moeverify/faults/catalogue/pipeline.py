@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import Layout
     from moeverify.parallel.gradients import Reduction
-    from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, Work
+    from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, StepParts
 
 
 _ROUNDS = 2
@@ -63,7 +63,7 @@ def l01_scaled_accumulation(patch: Patch) -> None:
         return replace(built, num_micro_batches=layout.micro_batches)
 
     @patch.replace(Pipeline.run)
-    def run_rounds(self: Pipeline, tokens: Tensor, work: Work) -> None:
+    def run_rounds(self: Pipeline, tokens: Tensor, work: StepParts) -> None:
         numbers = torch.arange(self.num_micro_batches)
         for stage in self.stages:
             stage.work = work

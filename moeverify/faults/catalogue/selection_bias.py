@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moeverify.model.transformer import Transformer
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.observer import Observer
-    from moeverify.train.data import Batch
+    from moeverify.train.data import MicroBatch
     from moeverify.train.program import Program, ReadableState
 
 
@@ -50,7 +50,7 @@ def d01_bias_moved_per_micro_batch(patch: Patch) -> None:
         original: Original[list[Tensor]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         observer: Observer,
         step: int,
         replayed: ReadableState | None,

@@ -22,6 +22,7 @@ from moeverify.results.facts import (
     CrossEntropyFacts,
     DtypeFacts,
     Dtypes,
+    DtypeUse,
     ExpertFacts,
     Float8Facts,
     GatheredFacts,
@@ -38,7 +39,6 @@ from moeverify.results.facts import (
     RouterFacts,
     RouterGradientFacts,
     ShardingFacts,
-    Use,
 )
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.step_facts import RecomputedFacts
@@ -47,14 +47,18 @@ _MOST_NAMED = 3  # parameters per finding
 _MOST_EXPERTS = 4
 
 _PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
-_DTYPE_CAUSES: Mapping[Use, str] = {
-    Use.COMPUTES: "{module} computes with parameters in {dtype} instead of {wanted}",
-    Use.REDUCES: "the gradients of {module} are reduced in {dtype} instead of {wanted}",
-    Use.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
-    Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
-    Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
-    Use.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
-    Use.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
+_DTYPE_CAUSES: Mapping[DtypeUse, str] = {
+    DtypeUse.COMPUTES: "{module} computes with parameters in {dtype} instead of {wanted}",
+    DtypeUse.REDUCES: "the gradients of {module} are reduced in {dtype} instead of {wanted}",
+    DtypeUse.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
+    DtypeUse.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
+    DtypeUse.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
+    DtypeUse.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
+    DtypeUse.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
+}
+_DTYPE_HOLDERS = dict.fromkeys(DtypeUse, "parameters") | {
+    DtypeUse.OUTPUT: "module outputs",
+    DtypeUse.RESIDUAL: "residual streams",
 }
 # Checks whose findings have no facts beyond name and kind.
 _EVIDENCE: Mapping[str, str] = {
@@ -206,14 +210,13 @@ def _(facts: DtypeFacts, finding: Finding) -> Words:
     named = ", ".join(facts.parameters[:_MOST_NAMED])
     left_out = len(facts.parameters) - _MOST_NAMED
     more = f" and {left_out} more" if left_out > 0 else ""
-    what = {Use.OUTPUT: "module outputs", Use.RESIDUAL: "residual streams"}.get(facts.use, "parameters")
-    evidence = [f"{len(facts.parameters)} of {facts.num_known} {what}: {named}{more}"]
-    if facts.use is Use.RESIDUAL:
+    evidence = [f"{len(facts.parameters)} of {facts.num_known} {_DTYPE_HOLDERS[facts.use]}: {named}{more}"]
+    if facts.use is DtypeUse.RESIDUAL:
         evidence = [f"{facts.dtype} rounds the whole stream, not only what {facts.module} adds to it"]
     if facts.site:
         evidence.insert(0, f"at {facts.site}")
     if facts.how:
-        evidence.append(f"{'by' if facts.use is Use.REDUCES else 'its'} {', '.join(facts.how)}")
+        evidence.append(f"{'by' if facts.use is DtypeUse.REDUCES else 'its'} {', '.join(facts.how)}")
     if facts.could_declare:
         evidence.append(f"if that is meant, declare it by layout.in_float32: [{facts.module}]")
     return Words(cause, "", tuple(evidence))
@@ -232,14 +235,9 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
         cause = f"{module} computes with parts of weights in each other's places: it has {places}{more}"
     else:
         cause = f"{module} computes with other weights than the ranks store: what was gathered is not what is stored"
-    return Words(
-        cause,
-        "",
-        (
-            f"{facts.num_parameters} of {facts.num_known} gathered parameters",
-            f"{facts.num_wrong} of {facts.num_compared} compared elements of {facts.parameter} in {facts.dtype}",
-        ),
-    )
+    parameters = f"{facts.num_parameters} of {facts.num_known} gathered parameters"
+    elements = f"{facts.num_wrong} of {facts.num_compared} compared elements"
+    return Words(cause, "", (parameters, f"{elements} of {facts.parameter} in {facts.dtype}"))
 
 
 _OPERANDS = {

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
-from moeverify.results.place import CallSite
+from moeverify.results.place import UserCall
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.scripts.record.sites import USED
 
@@ -51,7 +51,7 @@ class DetachedParts:
             return []
         step, rank = place
         names = list(found)
-        sites = tuple(CallSite(name=USED, site=site) for site in (found[names[0]],) if site)
+        sites = tuple(UserCall(name=USED, site=site) for site in (found[names[0]],) if site)
         return [
             Finding(
                 check=ScriptCheck.PARAMETERS,

@@ -34,7 +34,7 @@ from moeverify.scripts.record.draw import find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
 from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts, unwrap
 from moeverify.scripts.record.options import list_options
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
 from moeverify.verification.collectives.interception import Collective
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -417,7 +417,7 @@ class Guard(ModelListener):
 
     def _add_call(self, name: str, **rest: Any) -> None:
         if self.is_sampled and self.model.roots and len(self._sampling.calls) < _MOST_CALLS:
-            self._sampling.calls.append(Call(step=self.step, name=name, site=find_site(), **rest))
+            self._sampling.calls.append(LoopCall(step=self.step, name=name, site=find_site(), **rest))
 
     # End
     # ------------------------------------------------------------------------------------------------------

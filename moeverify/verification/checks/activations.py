@@ -22,7 +22,7 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
 from moeverify.train.block_ends import BlockEnds
-from moeverify.verification.checks.base import Outcome, Role, Shown, Training, Watch
+from moeverify.verification.checks.base import CheckOutcome, Role, ShownTensors, Training, Watch
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 
 
@@ -61,7 +61,7 @@ class Activations(GoldenTensors):
         """Return a watch that shows the block outputs; see `Check`."""
         return _BlockOutputs(training, observer)
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome | None:
         """Return the verdict: the first block that differs, and later ones as consequences; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None or not outcome.findings:
@@ -77,7 +77,7 @@ class Activations(GoldenTensors):
             }
         )
         following = [finding.model_copy(update={"follows": first.tensor}) for finding in others]
-        return Outcome(outcome.result, (origin, *following))
+        return CheckOutcome(outcome.result, (origin, *following))
 
 
 def _order(finding: Finding) -> tuple[int, list[tuple[int, str]]]:

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.cases.schema import Case
-from moeverify.model.transformer import Block
+from moeverify.model.transformer import TransformerBlock
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
 from moeverify.parallel.regions.placement import local_part
@@ -36,8 +36,16 @@ from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.train.data import IGNORED
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
-from moeverify.verification.checks.data_source import Expected, count_wrong, is_same, list_sequences
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
+from moeverify.verification.checks.data_source import ExpectedData, count_wrong, is_same, list_sequences
 
 Reads = dict[tuple[int, Batch], dict[str, list[Tensor]]]
 """Micro-batches (M, s) in the order of their passes, by (step, kind of data) and reading module."""
@@ -68,7 +76,7 @@ class DataReads:
             stage = name.partition("layers")[0]
             if isinstance(module, nn.Embedding) and module.num_embeddings >= vocab_size:
                 self._add(module, name, Batch.TOKENS, 0, "input")
-            elif isinstance(module, Block) and stage not in firsts:
+            elif isinstance(module, TransformerBlock) and stage not in firsts:
                 firsts.add(stage)  # all blocks of a stage receive the same arguments
                 self._add(module, name, Batch.POSITIONS, 1, "positions")
                 self._add(module, name, Batch.MASK, 2, "valid")
@@ -149,7 +157,7 @@ class DataWatch(Watch[DataReport]):
         self._case = case
         self._rank = rank
         self._is_own = program.custom_step is not None or case.recipe.model.reference is None
-        self._expected = Expected(case)
+        self._expected = ExpectedData(case)
         self._reordered: set[int] = set()
         cut = self._expected.cut(rank, 0)
         sizes = len(cut.rows) * len(cut.positions), len(cut.positions)
@@ -320,7 +328,7 @@ class DataCheck(Check[DataReport]):
         """Return a watch that keeps the readings; see `Check`."""
         return DataWatch(run.case, program, torch.distributed.get_rank())
 
-    def judge(self, shown: Shown, reports: Sequence[DataReport]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[DataReport]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each step with wrong readings; see `Check`."""
         num_compared = sum(report.num_compared for report in reports)
         if num_compared == 0:
@@ -333,7 +341,7 @@ class DataCheck(Check[DataReport]):
         return make_outcome(self.name, findings, num_compared)
 
 
-def _make_finding(shown: Shown, step: int, read: Sequence[MisreadOnRank]) -> Finding:
+def _make_finding(shown: ShownTensors, step: int, read: Sequence[MisreadOnRank]) -> Finding:
     order: Mapping[Batch, int] = {what: number for number, what in enumerate(Batch)}
     # Readings with a known source come first: they explain more than the earliest ones.
     ordered = sorted(

@@ -36,14 +36,14 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSlice:
     """Rows (M) and positions (s) of one micro-batch on one rank, both int64."""
 
     rows: Tensor
     positions: Tensor
 
 
-class Expected:
+class ExpectedData:
     """Data that every rank of a case has to read, derived from the case and not from the tested program."""
 
     def __init__(self, case: Case) -> None:
@@ -63,7 +63,7 @@ class Expected:
             self._batches[step] = GlobalBatch(torch.cat([made.tokens, labels[:, -1:]], dim=1), made.row_valid)
         return self._batches[step]
 
-    def cut(self, rank: int, micro_batch: int) -> Cut:
+    def cut(self, rank: int, micro_batch: int) -> BatchSlice:
         """Return the rows and positions of a rank in a micro-batch."""
         layout, data = self.case.layout, self.case.recipe.data
         place, share = self.plan.data.coordinates(rank), 0
@@ -74,9 +74,9 @@ class Expected:
         size = len(rows) // layout.micro_batches
         positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
         own = rows[micro_batch * size : (micro_batch + 1) * size]
-        return Cut(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
+        return BatchSlice(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
 
-    def values(self, what: Batch, step: int, cut: Cut) -> Tensor:
+    def values(self, what: Batch, step: int, cut: BatchSlice) -> Tensor:
         """Return the data at the given rows and positions, (M, s). Labels of padding are included."""
         batch = self.batch(step)
         if what is Batch.POSITIONS:
@@ -85,12 +85,12 @@ class Expected:
             return cut.positions < batch.lengths[cut.rows, None]
         return batch.text[cut.rows[:, None], cut.positions + (what is Batch.LABELS)]
 
-    def labels(self, step: int, cut: Cut) -> Tensor:
+    def labels(self, step: int, cut: BatchSlice) -> Tensor:
         """Return the labels (M, s), with padding set to `IGNORED`."""
         counts = self.values(Batch.LOSS_MASK, step, cut)
         return self.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
-    def make_labels(self, step: int, cut: Cut, device: torch.device) -> Tensor:
+    def make_labels(self, step: int, cut: BatchSlice, device: torch.device) -> Tensor:
         """Return the same as `labels` on a device, without building the global batch."""
         recipe = self.case.recipe
         share = Share(tuple(cut.rows.tolist()), tuple(cut.positions.tolist()))
@@ -169,7 +169,7 @@ class Expected:
             return None
         return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
 
-    def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+    def _find_next(self, what: Batch, actual: Tensor, step: int, cut: BatchSlice) -> ReadSource | None:
         """Match labels with the rank's own tokens, one position later: shifted after the batch was split."""
         if what is not Batch.LABELS or len(cut.positions) == 1:
             return None
@@ -228,7 +228,7 @@ class Expected:
         positions = self.cut(rank, micro_batch).positions
         every = torch.arange(self.case.recipe.data.batch)
         for other_step in self._list_steps(step):
-            wanted = self.values(what, other_step, Cut(every, positions))
+            wanted = self.values(what, other_step, BatchSlice(every, positions))
             found = [
                 next((row for row, values in enumerate(wanted) if is_same(what, each, values)), None)
                 for each in actual
@@ -251,7 +251,7 @@ class Expected:
         rows: list[int] = self.cut(rank, micro_batch).rows.tolist()
         return rows
 
-    def _find_shift(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+    def _find_shift(self, what: Batch, actual: Tensor, step: int, cut: BatchSlice) -> ReadSource | None:
         """Match the values of positions shifted by a constant, in the row or within the rank's part of it."""
         length = self.case.recipe.data.seq_len
         own = self.values(what, step, cut)
@@ -259,7 +259,7 @@ class Expected:
             if shift == 0:
                 continue
             inside = (cut.positions + shift >= 0) & (cut.positions + shift < length)
-            shifted = Cut(cut.rows, (cut.positions + shift).clamp(0, length - 1))
+            shifted = BatchSlice(cut.rows, (cut.positions + shift).clamp(0, length - 1))
             is_in_row = _mostly(inside) and is_same(
                 what, actual[:, inside], self.values(what, step, shifted)[:, inside]
             )

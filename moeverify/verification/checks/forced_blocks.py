@@ -31,7 +31,7 @@ from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
 from moeverify.train.block_ends import EMBEDDING, BlockEnds
 from moeverify.train.module_taps import hook_gradient
-from moeverify.verification.checks.base import Outcome, Role, Shown, Training, Watch
+from moeverify.verification.checks.base import CheckOutcome, Role, ShownTensors, Training, Watch
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 
 KIND = CheckName.FORCED_BLOCKS
@@ -110,7 +110,7 @@ class ForcedBlocks(GoldenTensors):
         """Return a watch that shows the ends of the blocks and forces them; see `Check`."""
         return _ForcedBlocks(training, observer)
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome | None:
         """Return the verdict. Each wrong block is a finding of its own; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None:

@@ -36,7 +36,7 @@ MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the roundi
 
 
 @dataclass
-class Visit:
+class ModuleCall:
     """A call of a module on this rank: inputs, outputs, and the gradients that came back.
 
     `outputs` and `of_outputs` are keyed by slot (`list_floats`), and `of_inputs` by the slot of the input.
@@ -73,7 +73,7 @@ class Visits:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.found: dict[str, list[Visit]] = {}
+        self.found: dict[str, list[ModuleCall]] = {}
         self.incomplete: set[str] = set()  # modules with calls that were not kept
         self._room = MOST_ELEMENTS
         self._entered: dict[str, _Entered] = {}
@@ -88,7 +88,7 @@ class Visits:
             # Without `always_call`: with it torch compiles a compiled module again for each call.
             self._handles.append(module.register_forward_hook(leave))
 
-    def take(self) -> dict[str, list[Visit]]:
+    def take(self) -> dict[str, list[ModuleCall]]:
         """Return the calls so far of modules whose calls were all kept, and forget them."""
         found = {name: visits for name, visits in self.found.items() if name not in self.incomplete}
         self.found, self.incomplete = {}, set()
@@ -129,7 +129,7 @@ class Visits:
             if not self._is_recording:
                 self._is_recording = True
                 self._recording.__enter__()  # type: ignore[no-untyped-call]
-            visit = Visit(*_map(_copy, taken))
+            visit = ModuleCall(*_map(_copy, taken))
             self._entered[name] = _Entered(visit, edges, len(self._recording.made))
             self.found.setdefault(name, []).append(visit)
 
@@ -156,7 +156,7 @@ class Visits:
 class _Entered:
     """A call that has not returned: its input's edges, and the number of choices before it."""
 
-    visit: Visit
+    visit: ModuleCall
     edges: Mapping[_Edge, str]
     num_selections: int
 
@@ -264,7 +264,7 @@ def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def replay(
-    name: str, visit: Visit, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
+    name: str, visit: ModuleCall, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
 ) -> list[Replayed]:
     """Return the outputs of a visit and the gradients of its inputs, beside those of one device.
 
@@ -301,7 +301,7 @@ def replay(
     return found
 
 
-def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
+def mixes_positions(visit: ModuleCall, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
     """Return whether the outputs of one device's module at a position depend on other positions.
 
     Each half of the positions is run alone. A module that does not run so, or returns something else than
@@ -317,7 +317,7 @@ def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], un
             is_flat = value.shape[:2] != tokens
             return value.reshape(*tokens, -1)[:, part].flatten(0, 1) if is_flat else value[:, part]
 
-        half = Visit(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
+        half = ModuleCall(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
         try:
             found, _ = run(module, half, nn.Identity(), unit)
         except Exception:  # of user code, such as another number of positions
@@ -332,7 +332,7 @@ def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], un
     return False
 
 
-def require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:
+def require_tokens(visit: ModuleCall, tokens: tuple[int, int]) -> None:
     """Refuse a call whose input is divided, or has no rows and positions. Raises: Obstacle."""
     tensors = list(_list_tensors((visit.args, visit.kwargs)))
     if any(isinstance(each, DTensor) for each in tensors):
@@ -374,7 +374,7 @@ Results = dict[tuple[str, str], Tensor]  # by end and slot
 
 
 def run(
-    module: nn.Module, visit: Visit, change: nn.Module, unit: float, *, of_parameters: bool = False
+    module: nn.Module, visit: ModuleCall, change: nn.Module, unit: float, *, of_parameters: bool = False
 ) -> tuple[Results, dict[str, Tensor]]:
     """Return the detached results of one device's module on changed inputs, with the rank's choices.
 

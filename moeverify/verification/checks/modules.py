@@ -20,19 +20,27 @@ from torch import Tensor, nn
 from moeverify.cases.schema import Recipe
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import ReplayedModules, Use
+from moeverify.results.facts import DtypeUse, ReplayedModules
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_subject import CustomSubject
 from moeverify.train.program import NearTieCounts, Program, compute_dtype_of
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
 from moeverify.verification.checks.bounds import FLOOR
 from moeverify.verification.checks.forced_blocks import place_finding
 from moeverify.verification.checks.module_gradients import (
     Held,
     StepSums,
-    Summed,
+    SumComparison,
     compare_sums,
     find_owners,
     hold,
@@ -40,9 +48,9 @@ from moeverify.verification.checks.module_gradients import (
 )
 from moeverify.verification.checks.module_replay import (
     MOST_ROUNDING,
+    ModuleCall,
     Obstacle,
     Replayed,
-    Visit,
     Visits,
     choose_modules,
     mixes_positions,
@@ -112,7 +120,7 @@ class ModulesWatch(Watch[ModuleReport]):
         self._normed: set[int] = set()  # steps that show their gradient norm
         size = sum(torch.Size(shard.region.shape).numel() for shard in program.live_shards())
         self._num_kept = recipe.steps if size * recipe.steps <= MOST_STATE else 1
-        self._steps: list[dict[str, list[Visit]]] = []
+        self._steps: list[dict[str, list[ModuleCall]]] = []
         self._held: list[dict[str, list[Held]]] = []
         self._states: list[State] = []  # after each step but the last one
 
@@ -273,7 +281,7 @@ def applies(recipe: Recipe) -> bool:
     return recipe.model.reference is None and recipe.precision in PRECISIONS and recipe.float8 == "none"
 
 
-def _bound_of(recipe: Recipe, replayed: Replayed | Summed, factor: float = 1.0) -> float:
+def _bound_of(recipe: Recipe, replayed: Replayed | SumComparison, factor: float = 1.0) -> float:
     return max(factor * replayed.rounding, FLOOR[recipe.precision])
 
 
@@ -291,7 +299,7 @@ class ModuleAgreement(Check[ModuleReport]):
         if not is_own or not applies(run.case.recipe) or layout.compile != "none":
             return None
         unreproduced = {
-            (name, what): why for (use, name, what), why in run.dtypes.items() if use == Use.UNREPRODUCED
+            (name, what): why for (use, name, what), why in run.dtypes.items() if use == DtypeUse.UNREPRODUCED
         }
         skipped = {name: why for (name, what), why in unreproduced.items() if not what}
         calls = {name: int(why) for (name, what), why in unreproduced.items() if what == "calls"}
@@ -300,7 +308,7 @@ class ModuleAgreement(Check[ModuleReport]):
             skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
         return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed, calls)
 
-    def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[ModuleReport]) -> CheckOutcome | None:
         """Return the verdict. An error in a module follows an error in one of its members; see `Check`."""
         if not reports:
             return None
@@ -344,11 +352,11 @@ class ModuleAgreement(Check[ModuleReport]):
             worst=worst[1] if worst else None,
             facts=_describe(reports, {module for module, _ in rows}),
         )
-        return Outcome(result, tuple(_follow(each, findings) for each in findings), limits)
+        return CheckOutcome(result, tuple(_follow(each, findings) for each in findings), limits)
 
 
 def _make_finding(
-    shown: Shown, tensor: str, ranks: tuple[int, ...], rank: int, error: float, bound: float
+    shown: ShownTensors, tensor: str, ranks: tuple[int, ...], rank: int, error: float, bound: float
 ) -> Finding:
     return place_finding(
         Finding(
@@ -365,13 +373,13 @@ def _make_finding(
     )
 
 
-def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, Summed]]:
+def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, SumComparison]]:
     for step in range(min(len(report.sums) for report in reports)):
         compared = compare_sums([report.sums[step] for report in reports])
         yield from (((step, Kind.GRADIENT, name), summed) for name, summed in compared.items())
 
 
-def _make_gradient_finding(shown: Shown, key: Key, summed: Summed, bound: float) -> Finding:
+def _make_gradient_finding(shown: ShownTensors, key: Key, summed: SumComparison, bound: float) -> Finding:
     step, kind, name = key
     return Finding(
         check=CheckName.MODULES,

@@ -16,8 +16,23 @@ from moeverify.results.facts import CollectiveFacts, NumCollectives
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
-from moeverify.verification.collectives.ledger import Disagreement, Entry, Page, Stream, find_unequal, locate
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
+from moeverify.verification.collectives.ledger import (
+    LedgerEntry,
+    Page,
+    Stream,
+    StreamMismatch,
+    find_unequal,
+    locate,
+)
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.gather import gather_on_first
 
@@ -27,7 +42,7 @@ class Pages:
     """Count and hash of every stream of one rank, and its entries on streams in which ranks differ."""
 
     pages: Mapping[Stream, Page]
-    entries: Mapping[Stream, Sequence[Entry]]
+    entries: Mapping[Stream, Sequence[LedgerEntry]]
 
 
 class _TraceReport(Watch[Pages]):
@@ -55,7 +70,7 @@ class Trace(Check[Pages]):
         """Return a watch that reports the trace; see `Check`."""
         return _TraceReport(run.trace)
 
-    def judge(self, shown: Shown, reports: Sequence[Pages]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Pages]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each group whose ranks disagree; see `Check`."""
         if not reports:
             return None
@@ -72,7 +87,7 @@ class Trace(Check[Pages]):
         return make_outcome(self.name, findings, len(streams), facts=NumCollectives(most=most))
 
 
-def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
+def _make_finding(case: Case, disagreement: StreamMismatch) -> Finding:
     stream = disagreement.stream
     axis = stream.axis or name_ranks(case, stream.ranks)
     odd = disagreement.find_odd()

@@ -24,7 +24,7 @@ _SHORT = 10  # hex digits of a hash
 
 
 @dataclass
-class Search:
+class CommitSearch:
     """One search in the history of a repository; `folder` is an empty worktree for the state of git.
 
     `on_event` receives an event for each commit that is judged. `num_jobs` commits are judged at a time: the

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import PublishedClock
-from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, Plan, write_atomically
+from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, LaunchPlan, write_atomically
 from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob, collect_less
 
 __all__ = ["RankContext", "RunJob", "serve"]
@@ -36,7 +36,7 @@ def serve(plan_path: Path | str, run_job: RunJob) -> None:
     times out writes its report and exits with status 1 or 3. That ends the launch, and the controller
     continues with a new one, as it does when a job retires its ranks.
     """
-    plan = Plan.read(Path(plan_path))
+    plan = LaunchPlan.read(Path(plan_path))
     store, rank, _ = next(rendezvous("env://"))
     reporter = _Reporter(rank)
     runner = JobRunner(
@@ -116,7 +116,7 @@ class _Reporter:
         # The end of a peer will break the collective that this rank is in, so stop recording now.
         self.runner.trace.seal()
         self.runner.failure_reporter.disarm()
-        end = RankEnd(how=End.OVER_TIME, timeout=self._job.timeout)
+        end = RankEnd(how=EndKind.OVER_TIME, timeout=self._job.timeout)
         self._write(self.runner.failure_reporter.describe_state(end))
         # The first exit makes elastic stop the other ranks. Wait for their reports first.
         grace = self.runner.clock() + _PEER_GRACE

@@ -15,7 +15,7 @@ import torch
 from moeverify.faults.assignments import ABSENT, find_changes, list_holders
 
 
-class Settings:
+class ProcessSettings:
     """Settings of torch and of the process that decide how code computes, as they were when this was made."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._settings = Settings()
+        self._settings = ProcessSettings()
         self._functions: list[tuple[Any, dict[str, Any]]] = []
 
     def note_functions(self) -> None:

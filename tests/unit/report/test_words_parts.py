@@ -14,7 +14,7 @@ from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import TokenFacts
 from moeverify.results.observation import AmbiguousCount
-from moeverify.results.place import CallSite
+from moeverify.results.place import UserCall
 from moeverify.results.script import CallFacts, CallRule, CopyFacts, MemberFacts
 from moeverify.scripts.compare.compare import _name_unequal_start
 from moeverify.scripts.compare.places import Placed, Places
@@ -22,7 +22,7 @@ from moeverify.scripts.compare.places import Placed, Places
 
 def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:
     found = {"check": "x", "tensor": "up", "step": 0, "rank": 1, "ranks": (0, 1), "error": 1.0, "bound": 0.0}
-    lines = tuple(CallSite(name="backward", site=site) for site in sites)
+    lines = tuple(UserCall(name="backward", site=site) for site in sites)
     return Finding.model_validate({**found, "facts": facts, "sites": lines, **changes})
 
 

@@ -17,7 +17,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.float8 import apply_float8
 from moeverify.report.words.run import word_finding
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.float8 import Float8, Float8Report, Float8Watch, Operand, find_largest
 
 LAYER = "layers.0.attention.o_proj"
@@ -28,7 +28,7 @@ FAIR = Operand(0, (LAYER, "input", 0), "float8_e4m3fn", (7.0,), (64.0,))
 def judge(*reports: Float8Report, float8: str = "tensorwise") -> tuple[Finding, ...]:
     """Return the findings as text."""
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
-    shown = cast("Shown", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    shown = cast("ShownTensors", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
     outcome = Float8().judge(shown, reports)
     assert outcome is not None
     return tuple(map(word_finding, outcome.findings))

@@ -18,7 +18,13 @@ from moeverify.verification.checks.module_gradients import (
     hold,
     sum_calls,
 )
-from moeverify.verification.checks.module_replay import Visit, Visits, choose_modules, mixes_positions, run
+from moeverify.verification.checks.module_replay import (
+    ModuleCall,
+    Visits,
+    choose_modules,
+    mixes_positions,
+    run,
+)
 
 WIDTH, ROWS, POSITIONS = 8, 4, 6
 UNIT = torch.finfo(torch.bfloat16).eps
@@ -88,7 +94,7 @@ def test_one_devices_module_takes_the_choices_of_the_rank() -> None:
     x = torch.randn(ROWS, POSITIONS, WIDTH)
     chosen = mixture.gate(x).argmax(-1, keepdim=True)
     assert (chosen == 0).any()
-    visit = Visit((x,), {}, selections=(Selection("max", -1, torch.where(chosen == 0, 1, chosen)),))
+    visit = ModuleCall((x,), {}, selections=(Selection("max", -1, torch.where(chosen == 0, 1, chosen)),))
     results, _ = run(mixture, visit, nn.Identity(), UNIT)
     with torch.no_grad():
         mixture.experts[0] = mixture.experts[1]

@@ -18,7 +18,7 @@ from moeverify.results.checks import Kind
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
 from moeverify.train.schedule import list_rates
-from moeverify.verification.checks.base import Outcome, Shown
+from moeverify.verification.checks.base import CheckOutcome, ShownTensors
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2, "schedule": "linear"}
@@ -32,11 +32,11 @@ PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 @pytest.fixture
 def judge(
     run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable
-) -> Callable[..., Outcome]:
+) -> Callable[..., CheckOutcome]:
     """Return a function that trains on one device and judges its steps."""
-    shown: Shown = run_ranks({0: {}}).shown()
+    shown: ShownTensors = run_ranks({0: {}}).shown()
 
-    def do(optimizer: dict[str, Any], precision: str, kernels: str = "foreach") -> Outcome:
+    def do(optimizer: dict[str, Any], precision: str, kernels: str = "foreach") -> CheckOutcome:
         case = make_one_device_case(optimizer, precision)
         rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program), kernels)
         return judge_rows(shown, [rows], list_rates(case.recipe.optimizer, case.recipe.steps))
@@ -111,7 +111,7 @@ def change_options(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr(PlainEngine, "begin", begin_otherwise)
 
 
-def causes(outcome: Outcome, code: Cause = Cause.OPTIMIZER) -> str:
+def causes(outcome: CheckOutcome, code: Cause = Cause.OPTIMIZER) -> str:
     assert {finding.code for finding in outcome.findings} == {code}
     return "\n".join(describe_facts(finding.facts, finding).cause for finding in outcome.findings)
 
