@@ -15,7 +15,7 @@ from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Wors
 from moeverify.results.initial_values import InitialSource
 from moeverify.train.initial_weights import find_source
 from moeverify.verification.checks.base import Check, CheckOutcome, ComparedTensors, ShownTensors
-from moeverify.verification.checks.bounds import Bounds, Criterion, Metric, Parts
+from moeverify.verification.checks.bounds import Bounds, Criterion, Metric, Norms, Parts
 from moeverify.verification.compare.assembled import Assembled, Key
 
 Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
@@ -70,7 +70,7 @@ class GoldenTensors(Check[Any]):
 
     def _list_parts(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> Parts:
         norm = math.sqrt(tensor.difference.sum_expected2)
-        return bounds.list_parts(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
+        return bounds.list_parts(tensor.key, self.criterion, Norms(norm, kind_norm))
 
     def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
         """Return (error, bound) in the unit of the criterion's metric."""
@@ -79,7 +79,7 @@ class GoldenTensors(Check[Any]):
         if norm == 0.0 and kind_norm > 0.0 and self._is_off_zero(tensor):
             # An error relative to an all-zero golden is undefined. The norm of the whole kind is the unit.
             return math.sqrt(difference.sum_error2) / kind_norm, bounds.zero_bound()
-        bound = bounds.bound(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
+        bound = bounds.bound(tensor.key, self.criterion, Norms(norm, kind_norm))
         if difference.num_nonfinite:
             return math.inf, bound
         if self.criterion.metric == "largest":
