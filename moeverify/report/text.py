@@ -211,7 +211,7 @@ def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
     if num_left_out > 0:
         where = name_rest(case, kept)
         num_followers = len(findings) - len(origins) if origins else 0
-        which = f", {num_followers} of them follow from what is above" if num_followers else ""
+        which = f", {num_followers} of them follow from the findings above" if num_followers else ""
         console.print()
         print_lines(console, Text(f"  and {format_count(num_left_out, 'more finding')}{which}: {where}"))
 

@@ -29,7 +29,7 @@ def _(facts: DataFacts, finding: Finding) -> Words:
     if facts.num_more:
         lines.append(f"and {facts.num_more} more micro-batches, counted on every rank")
     if facts.also:
-        lines.append(f"so it is with the {' and '.join(each.value for each in facts.also)}")
+        lines.append(f"the same applies to the {' and '.join(each.value for each in facts.also)}")
     return Words(cause, "", tuple(lines))
 
 
@@ -71,10 +71,10 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
         SourceKind.LABEL: f"a {what} that leaves out every token with the label {source.label}",
         SourceKind.ALL: f"a {what} that leaves nothing out",
         SourceKind.UNREAD: f"no {what} of micro-batch {misread.micro_batch}",
-        SourceKind.UNKNOWN: f"{article}{what} that {'is' if article else 'are'} none of this run's",
+        SourceKind.UNKNOWN: f"{article}{what} that this run does not contain",
     }
     if source.kind is SourceKind.UNKNOWN and not article and 2 * misread.num_wrong <= misread.num_elements:
-        return f"{misread.num_wrong} of {misread.num_elements} {what} otherwise than they are"
+        return f"wrong values for {misread.num_wrong} of {misread.num_elements} {what}"
     return texts[source.kind]
 
 

@@ -33,7 +33,7 @@ def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:
         (CopyFacts(kind="shards", names=("a", "b")), "the shards of 2 tensors began with the same values"),
         (
             CopyFacts(kind="sums", names=("a",), num_ranks=4, site="m.py:1"),
-            "the sum is 4 times that of one rank",
+            "the sum is 4 times one rank's value",
         ),
         (TokenFacts(num_rows=4, num_shared=4, num_steps=4, shift=-2), "each 2 forward passes earlier"),
         (CallFacts(rule=CallRule.SCALED_CLIP, norm=1024.0), "multiplied by the loss scale 1024"),
@@ -64,6 +64,6 @@ def test_replicas_of_which_one_began_otherwise_are_named() -> None:
     run: Any = SimpleNamespace(world_size=2)
     whole = Places({(rank, "up"): Placed("up", Region.whole((2, 2))) for rank in (0, 1)})
     one = make_finding(None, check="initial state", ranks=(1,))
-    assert "seeded or broadcast" in _name_unequal_start(one, whole, run).cause
+    assert "seeded differently" in _name_unequal_start(one, whole, run).cause
     assert not _name_unequal_start(one, Places(), run).cause  # parts
     assert not _name_unequal_start(make_finding(None, check="initial state"), whole, run).cause

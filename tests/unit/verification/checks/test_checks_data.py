@@ -222,7 +222,7 @@ def test_what_is_read_right_passes(run_ranks: Callable, read: Bug) -> None:
         (other_labels, 0, "ranks 0-1 read the labels of micro-batch 1 in micro-batch 0 of step 0"),
         (other_mask, 0, "ranks 0-1 read the loss mask of step 1 in step 0"),
         (rolled_tokens, 0, "ranks 0-1 read tokens shifted by -1 positions in step 0"),
-        (one_token, 2, "rank 0 reads 1 of 32 tokens otherwise than they are in micro-batch 1 of step 2"),
+        (one_token, 2, "rank 0 reads wrong values for 1 of 32 tokens in micro-batch 1 of step 2"),
     ],
 )
 def test_what_was_read_instead_is_named(run_ranks: Callable, bug: Bug, step: int, said: str) -> None:
@@ -272,7 +272,7 @@ def test_some_tokens_of_a_label_are_not_all(run_ranks: Callable) -> None:
 def test_the_tokens_of_another_row_tell_that_its_labels_are_too(run_ranks: Callable) -> None:
     first = judge(run_ranks, read_all(make_case(), again))[0]
     assert first.ranks == (1,)
-    assert "so it is with the labels" in describe_evidence(first)
+    assert "the same applies to the labels" in describe_evidence(first)
 
 
 def test_a_micro_batch_that_is_left_out_is_named(run_ranks: Callable) -> None:

@@ -67,7 +67,7 @@ def test_a_scale_of_the_step_before_is_named() -> None:
 
 def test_a_scale_that_nobody_has_is_told_without_a_source() -> None:
     (found,) = judge(report(replace(FAIR, used=(64.001,))), report())
-    assert "not those of their largest elements" in found.cause
+    assert "do not match their largest elements" in found.cause
     (found,) = judge(report(replace(FAIR, used=(1.0,), other="layers.0.mlp.up_proj weight")), report())
     assert "by the largest elements of another operand" in found.cause
     assert any("the scale of layers.0.mlp.up_proj weight" in line for line in found.evidence)
@@ -81,7 +81,7 @@ def test_layers_with_the_same_bug_are_one_finding() -> None:
     assert found.cause == (
         "the model scales gradients of outputs and inputs by the largest elements of the step before"
     )
-    assert "89.6 in place of 64 for inputs" in found.evidence[1]
+    assert "89.6 instead of 64 for inputs" in found.evidence[1]
 
 
 def test_a_power_of_two_may_be_either_of_two_where_rounding_decides() -> None:

@@ -262,7 +262,7 @@ def test_parts_that_other_ranks_store_are_in_the_places_of_those(judge: Judge) -
     (finding,) = judge([exchange("b", "a"), exchange("c", "b"), exchange("a", "c")])
     assert finding.code == Cause.PERMUTATION
     assert finding.facts.sources == ((0, 1), (1, 2), (2, 0))
-    assert finding.cause.startswith("blocks.1 computes with parts of weights in each other's places")
+    assert finding.cause.startswith("blocks.1 computes with misplaced parts of weights: rank ")
 
 
 def test_values_that_no_rank_stores_have_no_source(judge: Judge) -> None:

@@ -125,7 +125,7 @@ def test_a_rank_that_is_left_out_is_named(judge: Judge, name: str) -> None:
     outcome = judge(train(torch.bfloat16, partial(scaled, of=name, factors=(1.0, 0.0))))
     assert {each: facts.left_out for each, facts in facts_of(outcome).items()} == {name: (1,)}
     assert outcome.findings[0].code == Cause.SHARE_WEIGHTS
-    assert "lacks what rank 1 has computed" in word_finding(outcome.findings[0]).cause
+    assert "lacks the contribution of rank 1" in word_finding(outcome.findings[0]).cause
 
 
 def test_a_factor_of_all_ranks_is_named(judge: Judge) -> None:

@@ -168,7 +168,7 @@ def test_a_pattern_without_a_module_is_told(judge: Judge) -> None:
     )
     assert finding.tensor == "layers.*.rooter"
     assert finding.facts == PatternFacts(pattern="layers.*.rooter")
-    assert "names no module" in finding.cause
+    assert "matches no module" in finding.cause
 
 
 @pytest.mark.parametrize(

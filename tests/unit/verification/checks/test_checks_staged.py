@@ -32,9 +32,7 @@ def list_wrong(case: Any, *holders: Sequence[int], step: int = -1) -> list[tuple
         tensors[tensor.key] = tensor
     shown = SimpleNamespace(case=case, tensors=tensors, place=lambda rank: {})
     found = list(find_elsewhere(cast(Any, shown)))
-    assert all(
-        "are not those that have their stages" in describe_facts(each.facts, each).cause for each in found
-    )
+    assert all("than their pipeline stage" in describe_facts(each.facts, each).cause for each in found)
     return [(each.facts.modules, each.ranks) for each in found]
 
 
