@@ -2,8 +2,8 @@
 
 When an expert has few rows per micro-batch, the product for its weight gradient is bound by writing the
 result. So is the following sum over micro-batches. Here the rows and their gradients are kept for several
-micro-batches, and the last one computes the summed weight gradient in one product. Sums that were rounded
-for each micro-batch are rounded once.
+micro-batches, and the last one computes the summed weight gradient in one product. It rounds the total once
+instead of the sum of each micro-batch.
 
 Notation: M rows of a micro-batch, sorted by expert, m micro-batches, E experts, F and H the dims of their
 matrices.
@@ -115,7 +115,7 @@ class _Product(Function):
 
 @seam
 def sum_gradients(passes: list[GradientOperands]) -> Tensor:
-    """Return the sum (E, F, H) of the weight gradients of passes, all of which have equally many rows."""
+    """Return the sum (E, F, H) of the weight gradients of passes with equal numbers of rows."""
     if len(passes) == 1:
         ((rows, grads, ends),) = passes
         return functional.grouped_mm(grads.t(), rows, offs=ends)

@@ -69,7 +69,10 @@ class CheckName(StrEnum):
 
     LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
-    GATHERED_WEIGHTS = "gathered weights", "the weights that FSDP gathers equal the stored weights, bit for bit"
+    GATHERED_WEIGHTS = (
+        "gathered weights",
+        "the weights that FSDP gathers equal the stored weights, bit for bit",
+    )
     DATA = "data", "the tokens, positions, masks and labels that every rank read, in each micro-batch"
     FLOAT8 = "float8", "scales, numbers and products in float8, computed again from the rank's own operands"
     ROUTING = "routing", "which experts each token chose, and their counts"

@@ -291,7 +291,7 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
         fill_one(spec, seed, shard, dtype)
 
 
-@unseen  # two dozen operators of a hash for each tensor, of which a recorder would keep every value
+@unseen  # a hash takes two dozen operators per tensor, and a recorder would keep all of their values
 def _draw(spec: ReferenceModel, seed: int, shard: LocalShard, device: torch.device) -> Tensor:
     """Return the initial values of the elements of a shard, in float64."""
     index = shard.region.flat_index(device=device)

@@ -135,7 +135,7 @@ class CustomSubject:
 
     @contextmanager
     def _named_precision(self) -> Iterator[None]:
-        """Convert an operator's error about float64, such as that of grouped_mm, into advice on precision."""
+        """Convert an operator's error about float64, such as an error of grouped_mm, into advice on precision."""
         try:
             yield
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

@@ -58,7 +58,7 @@ class ReadableState(Protocol):
 
 @dataclass
 class Program:
-    """One rank's part of a training run. The defaults are those of a single device.
+    """One rank's part of a training run. The defaults describe a single device.
 
     - `scale`: factor of the loss before the backward pass, the number of ranks over which gradients are
       averaged.

@@ -97,8 +97,8 @@ def make_bounds(precision: Precision, noise: Mapping[str, float] | None, first: 
     return Bounds(Tolerance(), precision, noise)
 
 
-# The error of a gradient bounds that of the total norm. Its effect on moments and on adaptive updates is at
-# most its square root, as in the bounds.
+# The error of a gradient bounds the error of the total norm. Its effect on moments and on adaptive updates is
+# at most its square root, as in the bounds.
 _LIMITS: Mapping[str, float] = {
     CheckName.GRADIENT: UNDECIDED,
     CheckName.GRADIENT_NORM: UNDECIDED,

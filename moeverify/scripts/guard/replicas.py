@@ -17,7 +17,7 @@ _ROUNDING = (
 _SAME_SQUARE = 1e-6  # relative, for sums of squares from equal computations
 _MAIN = 1e-2  # relative to the largest distance
 _TIMES = 2  # sampled steps
-_NARROW = 2.0**-20  # a larger epsilon is that of a 16-bit dtype, where any difference counts
+_NARROW = 2.0**-20  # a larger epsilon belongs to a 16-bit dtype, where any difference counts
 
 
 @dataclass(frozen=True)

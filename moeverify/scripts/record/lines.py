@@ -113,7 +113,7 @@ class Rows(Record):
 class Drawn(Record):
     """A tensor of the batch of a forward pass, or the state of a generator before it (`generator cpu`).
 
-    `model` is the number of the model among those of the script.
+    `model` is the number of the model in the script.
     """
 
     line: Literal["drawn"] = "drawn"
@@ -130,7 +130,7 @@ class Drawn(Record):
 class Output(Record):
     """The input (`is_input`) or output of a module in its n-th `call` within a forward pass.
 
-    `where` is the region of a tensor (rows, positions, ...). Its rows are those of the `Rows` of the same
+    `where` is the region of a tensor (rows, positions, ...). It has the same rows as the `Rows` of its
     forward pass. Of a tensor above the size limit only every `stride`-th position is stored.
     """
 

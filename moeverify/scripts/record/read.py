@@ -201,7 +201,7 @@ class RecordedRun:
     def read_whole(self, kind: str, name: str, step: int = INITIAL) -> Tensor | None:
         """Return a logical tensor assembled from all ranks, or None if a part of it is unknown.
 
-        If ranks have different values for one region, those of the first rank are used.
+        If ranks have different values for one region, the first rank's values are used.
         """
         if name in self.ambiguous:
             return None

@@ -15,8 +15,7 @@ def list_sites(
 ) -> tuple[UserCall, ...]:
     """Return the chosen call sites that are known, in this order.
 
-    `calls` are those of a step. `data` is the line that drew the batch, and `used` the one that calls the
-    module.
+    `calls` are from one step. `data` is the line that drew the batch, and `used` the one that calls the module.
     """
     found = {call.name: call.site for call in calls if call.site}
     known = {

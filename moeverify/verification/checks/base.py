@@ -73,8 +73,8 @@ class RankRun:
 
     `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
     num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
-    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`. `alone` is a
-    context in which this rank is the only one of the default process group.
+    collective: all ranks must call it. `dtypes` are the dtypes of one device; see `StoredGolden`. `alone` is
+    a context in which this rank is the only one of the default process group.
     """
 
     case: Case

@@ -98,7 +98,7 @@ class Bounds:
     def list_parts(self, key: Key, criterion: Criterion, norms: Norms) -> dict[BoundPart, float]:
         """Return the errors that each source of rounding allows; the largest one is the bound.
 
-        The arguments are those of `bound`.
+        Takes the arguments of `bound`.
         """
         step, kind, name = key
         if criterion.exact or self.tolerance.kind == "exact":

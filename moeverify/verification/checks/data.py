@@ -1,8 +1,8 @@
 """Check that every rank read its own tokens, labels, positions and masks in every micro-batch.
 
 A batch is a function of seed, step, row and position, so the case alone determines the data each rank has
-to read. The data are recorded where they are used, not where they are made, and compared with the case, not
-with the share that the program under test computes.
+to read. The check records the data at their use, not at their creation. It compares them with the case, not
+with the share that the tested program computes.
 
 Tokens are the ids that the embedding looks up. Labels are the targets of torch's cross entropy. Positions
 and padding masks are the arguments of the reference model's blocks. Recomputed passes do not count, nor do
@@ -127,7 +127,7 @@ class DataReads:
 
 
 MOST_EXPLAINED = 16
-"""Maximum number of wrong micro-batches per rank whose source is searched. Usually all of them are alike."""
+"""Maximum number of wrong micro-batches per rank whose source is searched. Usually all have the same source."""
 MOST_REPORTED = 8
 
 _CERTAIN = frozenset(

@@ -1,4 +1,4 @@
-"""Source of tokens, labels, positions or masks that a rank read in place of its own.
+"""Source of tokens, labels, positions or masks that a rank read instead of its own.
 
 Tokens are hashes of seed, step, row and position. The source of a reading is found by comparison with the
 data of other micro-batches, ranks and steps. Shapes: B rows and S positions of the global batch; M rows and

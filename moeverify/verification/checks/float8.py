@@ -1,9 +1,9 @@
 """Check of the scales and numbers of float8 operands and products.
 
-A wrong scale is divided out again, so it is no wrong factor. It changes the rounding or cuts off large
-values, and the comparison with the golden loses that in the rounding of float8 itself. This check uses
-neither golden nor noise. Where torchao rounded an operand, the check recomputes its largest elements,
-rounds some of its numbers again, and recomputes some elements of each product (`float8_products`).
+A wrong scale is divided out again, so the result has no wrong factor. It changes the rounding or cuts off
+large values, and the comparison with the golden loses that in the rounding of float8 itself. This check uses
+neither golden nor noise. Where torchao rounded an operand, the check recomputes its largest elements, rounds
+some of its numbers again, and recomputes some elements of each product (`float8_products`).
 
 If an operand is sharded over tp along the dims that share a scale, that scale belongs to the largest
 element on all tp ranks. Operands of other data-parallel ranks do not matter.

@@ -6,9 +6,9 @@ the gathered weight with its own shard. The elements it stores must be equal bit
 use.
 
 Each rank compares only its own shard. Together the ranks cover the gathered tensor, which is the same on
-all of them. Weights that are used as they are stored (DDP, tensor and expert parallelism alone) are not
-gathered and not checked. Compiled modules and tensor subclasses with their own arithmetic, such as float8,
-are not checked either.
+all of them. DDP, tensor and expert parallelism alone use the stored weights directly, so there is nothing to
+check. Compiled modules and tensor subclasses with their own arithmetic, such as float8, are not checked
+either.
 """
 
 from __future__ import annotations

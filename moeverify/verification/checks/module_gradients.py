@@ -1,8 +1,8 @@
 """Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
 
-Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of their
-contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum
-over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
+Each rank replays its calls of a module with one device's module (`module_replay`). It keeps a sample of their
+contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The
+sum over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def hold(local: Tensor, region: Region) -> Held:
 def find_owners(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return the innermost of these modules that have each parameter, by its first name in the model.
 
-    A parameter that something else in the model has too has no entry.
+    A parameter that the model also uses outside of these modules has no entry.
     """
     within: dict[int, set[str]] = {}
     for name, module in modules.items():
@@ -124,7 +124,7 @@ def sum_calls(
 ) -> dict[str, ContributionSamples]:
     """Return the contributions of a module's calls to gradients, by parameter names of the model.
 
-    `names` maps the names in the module to those in the model. The other arguments are those of `replay`.
+    `names` maps the names in the module to those in the model. Takes the other arguments of `replay`.
 
     Raises: Obstacle.
     """
@@ -153,8 +153,8 @@ def _sample(gradient: Tensor) -> Tensor:
 def _sum_up(of_ranks: Sequence[StepSums], name: str) -> ContributionSamples | None:
     """Return the sum over the parts of the batch and over the modules that use a parameter, if all are known.
 
-    Ranks with the same part of the batch have the same calls, or calls of different modules. A module that a
-    rank could not replay stands back for the module around it.
+    Ranks with the same part of the batch have the same calls, or calls of different modules. If a rank could
+    not replay a module, the module around it takes its place.
     """
     owners = set(next((each.owners[name] for each in of_ranks if name in each.owners), ()))
     shares = {each.share for each in of_ranks}

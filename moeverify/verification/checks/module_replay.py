@@ -27,9 +27,9 @@ from moeverify.train.selections import HeldSelections, RecordedSelections, Selec
 MOST_ELEMENTS = 1 << 26
 """Maximum number of elements that are kept of a step: 128 MiB in bfloat16."""
 
-_NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
+_NUDGE = 0.5  # perturbation of the inputs of further runs, in units of rounding
 _NUDGED_RUNS = 2
-_STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
+_STABLE = 8.0  # times the median error of a row; a row beyond it made another choice, such as of experts
 _MOST_UNMIXED = 4.0  # units of rounding, relative to the largest number
 _LEAST_STABLE = 0.75  # share of the rows
 MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
@@ -266,7 +266,7 @@ def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def replay(
     name: str, visit: ModuleCall, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
 ) -> list[Replayed]:
-    """Return the outputs of a visit and the gradients of its inputs, beside those of one device.
+    """Return the outputs of a call and the gradients of its inputs, next to those of one device.
 
     `narrow` and `wide` are one device's module in the rank's precision and in float64. `tokens` are the rows
     and positions of the rank's micro-batch. `unit` is the distance from 1.0 to the next number.

@@ -237,7 +237,7 @@ class ModulesWatch(Watch[ModuleReport]):
 
 @torch.no_grad()
 def _load_state(program: Program, shown: State) -> None:
-    """Overwrite the weights and buffers of one device with those of all ranks together."""
+    """Overwrite the weights and buffers of one device with the assembled ones of all ranks."""
     known = {shard.name: shard for shard in (*program.shards, *program.buffers)}
     for name, local, region in shown:
         if name in known:

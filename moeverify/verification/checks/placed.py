@@ -29,7 +29,7 @@ from moeverify.verification.checks.base import ShownTensors
 
 
 def find_misplaced(shown: ShownTensors) -> Iterator[Finding]:
-    """Yield a finding for each stacked weight of which a rank stores experts not assigned to it.
+    """Yield a finding for each stacked weight with experts on a rank that they are not assigned to.
 
     Weights after a step are not compared and therefore not shown. Updates carry the same regions.
     """

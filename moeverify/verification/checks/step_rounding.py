@@ -1,4 +1,4 @@
-"""Bounds on the rounding of a recomputed optimizer step, and on the values that a dtype may store of it."""
+"""Bounds on the rounding of a recomputed optimizer step, and on its values after storage in a dtype."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def _exchange(sizes: Sizes, source: int) -> _Defined:
 
 
 def _gather(sizes: Sizes, source: int) -> _Defined:
-    """Define all_gather. The gradient of a part is the sum of the slices that all ranks have of it."""
+    """Define all_gather. The gradient of a part is the sum of all ranks' slices of it."""
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     outputs = [tuple(parts[0] for parts in inputs)] * len(row)

@@ -69,7 +69,7 @@ def _identify(record: CollectiveRecord) -> tuple[object, ...]:
 
 
 def find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
-    """Return the collective in which a rank waits, or out of which the exception came that ended it."""
+    """Return the collective in which a rank waits, or which raised the exception that ended the rank."""
     return next(iter([*find_all_open(trace), *(each for each in trace[-1:] if each.state == "failed")]), None)
 
 

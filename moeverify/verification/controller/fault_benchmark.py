@@ -31,7 +31,7 @@ def run_faults(
 ) -> list[FaultRow]:
     """Return one row per fault, in order.
 
-    No golden is required, since each case is compared to a single device.
+    It needs no golden: it compares each case with a single device.
 
     With `escalates`, findings without a cause and passing faults are run in wider precisions, as in
     `moeverify run`, and `on_wider` receives the events of these runs. The losses are always from the

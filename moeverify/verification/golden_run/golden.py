@@ -40,8 +40,8 @@ from moeverify.verification.golden_run.summary import summarize
 def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     """Return the dtypes of parameters, gradients, optimizer state, module outputs and residual streams.
 
-    They are those of the first training step. Modules of a user's model that compute below float64 in a
-    float64 recipe are included, and in 16 bits those that one device does not reproduce.
+    All are from the first training step. Modules of a user's model that compute below float64 in a float64
+    recipe are included, and in 16 bits those that one device does not reproduce.
     """
     program = assemble_single(recipe, device)
     watch = DtypeWatch(program.model, compute_dtype_of(recipe.precision), lambda number: ())

@@ -73,7 +73,7 @@ def list_visits(num_layers: int, num_steps: int) -> Iterator[StreamVisit]:
 
 @dataclass
 class StreamedRun:
-    """A run of a recipe; `ids` replaces the routers' choice by that of a golden.
+    """A run of a recipe; `ids` replaces the routers' choice by the choice of a golden.
 
     `on_visit` gets each visit with its seconds when it has ended; 0 for a visit of an earlier process.
     """

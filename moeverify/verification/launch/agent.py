@@ -76,7 +76,7 @@ def run_agent(plan_path: Path) -> None:
     plan = LaunchPlan.read(plan_path)
     adopt_orphans()
     end = _launch(plan, plan_path)
-    end_descendants()  # what functions of users have forked
+    end_descendants()  # processes that users' functions have forked
     if end:
         write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
     # Skip the interpreter teardown: after `import torch` it takes a third of a second and has no effect.

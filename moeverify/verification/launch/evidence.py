@@ -35,7 +35,7 @@ class Death:
     `first` is the first failed rank according to elastic, and `exits` the exit status by rank. A negative
     status is minus the signal number. `error` is the traceback of the launcher and `agent` its exit status.
     `frozen` holds the ranks that were stopped, traced or in uninterruptible sleep when their stacks were
-    requested. `gone` holds ranks without a process of which nothing else is known.
+    requested. `gone` holds ranks that have no process and left no other information.
     """
 
     agent: int | None = None

@@ -31,10 +31,10 @@ _NO_LIMIT = timedelta(days=365)
 def serve(plan_path: Path | str, run_job: RunJob) -> None:
     """Run the jobs of a plan in this rank. Every entry calls this with its first command-line argument.
 
-    `run_job` is called on the ranks below the job's `num_ranks`, after the default process group is
-    created. The dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or
-    times out writes its report and exits with status 1 or 3. That ends the launch, and the controller
-    continues with a new one, as it does when a job retires its ranks.
+    It creates the default process group and calls `run_job` on the ranks below the job's `num_ranks`. The
+    dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or times out writes
+    its report and exits with status 1 or 3. That ends the launch, and the controller continues with a new
+    one, as it does when a job retires its ranks.
     """
     plan = LaunchPlan.read(Path(plan_path))
     store, rank, _ = next(rendezvous("env://"))

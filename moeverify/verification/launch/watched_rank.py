@@ -63,7 +63,7 @@ class WatchedRank:
 
     def _open(self) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        # What an earlier process of this rank has left; torchrun restarts ranks.
+        # Files of an earlier process of this rank; torchrun restarts ranks.
         for path in (self._folder / f"rank-{self._rank}.stack", self._find_end()):
             path.unlink(missing_ok=True)
         self._num_asked = 0

@@ -62,7 +62,7 @@ def _count(region: Region) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class SketchedEntry:
-    """A shard whose difference is not known before the sketches of all ranks are added up.
+    """A shard whose difference is known only after rank 0 adds up the sketches of all ranks.
 
     `bits` is the hash of its values, on their device until `fetch`: a step does not wait for the device.
     """
@@ -83,7 +83,7 @@ def plain_entry(entry: ComparedShard | SketchedEntry) -> ComparedShard:
 
 
 class SketchComparison:
-    """Observer that sketches every shard of which the golden has a sketch, and compares the others."""
+    """Observer that sketches the tensors that the golden stores as sketches, and compares the others."""
 
     def __init__(self, golden: StoredGolden) -> None:
         self._golden = golden
@@ -133,8 +133,8 @@ def estimate_entries(
 ) -> list[list[ComparedShard]]:
     """Return the entries of all ranks, in order, with the estimated differences of sketched shards.
 
-    Sketches of all regions of a tensor are added up and compared with the golden's. Of replicas with
-    different bits, each is judged with the first replica of every other region.
+    Sketches of all regions of a tensor are added up and compared with the golden's. If replicas differ, each
+    replica is judged together with the first replica of every other region.
     """
     members: dict[Key, list[SketchedEntry]] = {}
     for entries in by_rank:

@@ -98,8 +98,7 @@ def save_case(
 class _SavedStep:
     """Observer that compares steps with the golden.
 
-    In the last step before the save it compares the buffers that are saved in place of those that are
-    shown.
+    In the last step before the save it compares the saved buffers instead of the shown ones.
     """
 
     def __init__(self, comparison: Comparison, state: TrainingState, last: int) -> None:
