@@ -95,7 +95,7 @@ class UpdateWatch:
         return findings
 
     def _begin(self, shard: LocalShard, kind: OptimizerKind | None, wanted: _Wanted) -> Sampled:
-        """Return a shard if its gradient, weight and moments are `wanted`."""
+        """Return a shard, and add its gradient, weight and moments to `wanted`."""
         assert kind is not None
         gradient = shard.local(shard.tensor.grad)
         stride = -(-max(shard.region.numel, 1) // NUM_ELEMENTS)
