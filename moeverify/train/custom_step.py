@@ -273,7 +273,7 @@ def _read_parameters(function: Callable[..., Any], target: str) -> frozenset[str
         signature.bind(*POSITIONAL, **dict.fromkeys(takes))
     except TypeError as error:
         message = f"`{target}{signature}` cannot be called as step({', '.join(POSITIONAL)}): {error}"
-        remedy = f"take these three, and of {', '.join(OFFERED)} what you need, by name"
+        remedy = f"take these three, and any of {', '.join(OFFERED)} by name"
         raise _refuse(message, remedy) from None
     return takes
 

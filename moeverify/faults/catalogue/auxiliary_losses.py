@@ -287,7 +287,7 @@ def c13_overwritten_local_count(patch: Patch) -> None:
     "C14",
     title="gradient of the balance loss never flows",
     source="NVIDIA-NeMo/Automodel #1408, PR #1412",
-    mechanism="what the autograd function that attaches the loss returns is discarded, so it is not in the graph",
+    mechanism="the output of the autograd function that attaches the loss is discarded, so the graph lacks the loss",
     trigger="any layout",
     case=make_case("c14", dp_shard=2),
     where=(At(term="balance"), At(name="*.moe.router*")),
@@ -427,7 +427,7 @@ def c19_balance_of_last_stage(patch: Patch) -> None:
     case=make_case("c21", dp_shard=2, recompute=True),
     where=(At(name="*.moe.router*"),),
     causes=(Cause.METRIC, Cause.SCALE),
-    notes="upstream it is the log of the auxiliary loss; what a router logs in its forward pass here is its counts",
+    notes="upstream it is the log of the auxiliary loss; here a router logs its counts in its forward pass",
 )
 def c21_counted_again_in_recomputation(patch: Patch) -> None:
     """Accumulate the router's counts over forward passes until they are read, like a log."""

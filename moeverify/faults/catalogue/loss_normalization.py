@@ -296,7 +296,7 @@ def g11_loss_times_cp(patch: Patch) -> None:
     case=make_case("g12", dp_shard=2),
     where=(At(term="z"),),
     causes=(Cause.SHARE_WEIGHTS,),
-    notes="the reference model predicts one token; its z loss stands for the second term",
+    notes="the reference model predicts one token; its z loss takes the place of the second term",
 )
 def g12_term_of_own_tokens(patch: Patch) -> None:
     """Divide the z loss by the tokens of this rank, times the number of averaged ranks."""
@@ -412,7 +412,7 @@ def g15_sync_flag_after_forward(patch: Patch) -> None:
     "G16",
     title="the optimizer steps on each micro-batch",
     source="huggingface/accelerate PR #2790",
-    mechanism="one flag stands for `synchronize gradients` and for `step now`",
+    mechanism="one flag means both `synchronize gradients` and `step now`",
     trigger="gradient accumulation",
     case=make_case("g16", preset="tiny-gpt", tp=2, micro_batches=2, optimizer="adamw"),
     where=(At(name="embed*"),),

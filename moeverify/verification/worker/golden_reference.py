@@ -39,7 +39,7 @@ _WHAT = (
 
 
 _NOTE = (
-    "what this step has shown before the first question is not compared: ask again in the next step; weights, and"
+    "values shown in this step before the first question cannot be compared: ask again in the next step; weights, and"
     " gradients that are not complete, are compared at any time"
 )
 
