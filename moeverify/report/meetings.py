@@ -61,14 +61,7 @@ def _identify(rank: int, record: CollectiveRecord) -> Key:
     """Return the key that all ranks of one collective share, even if they issued different operations."""
     if not record.is_point_to_point:
         return record.group_name, record.group, record.sequence
-    return record.group_name, record.group, record.sequence, frozenset((rank, *_list_members(record)))
-
-
-def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
-    """Return the global ranks that a record needs; empty for a receive from any source."""
-    if not record.is_point_to_point:
-        return record.group
-    return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
+    return record.group_name, record.group, record.sequence, frozenset((rank, *record.needed_ranks))
 
 
 def _find_missing(
@@ -79,7 +72,7 @@ def _find_missing(
     return frozenset(
         member
         for rank, record in waiting
-        for member in _list_members(record)
+        for member in record.needed_ranks
         if member != rank and member not in records and not _has_passed(rank, record, member, traces)
     )
 

@@ -9,7 +9,6 @@ from typing import Literal
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
-from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
@@ -191,15 +190,7 @@ class Judge:
                 error=1.0,
                 bound=0.0,
                 code=Cause.COLLECTIVES,
-                facts=CollectiveFacts(
-                    axis=axis,
-                    ranks=stream.ranks,
-                    number=found.number,
-                    issues=found.list_issues(),
-                    counts=dict(counts),
-                    is_message=stream.is_message,
-                    group=stream.group,
-                ),
+                facts=found.describe(axis),
             )
             return
 

@@ -12,7 +12,7 @@ from moeverify.cases.axes.groups import name_ranks
 from moeverify.cases.schema import Case
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
-from moeverify.results.facts import CollectiveFacts, NumCollectives
+from moeverify.results.facts import NumCollectives
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
@@ -87,19 +87,10 @@ class Trace(Check[Pages]):
         return make_outcome(self.name, findings, len(streams), facts=NumCollectives(most=most))
 
 
-def _make_finding(case: Case, disagreement: StreamMismatch) -> Finding:
-    stream = disagreement.stream
+def _make_finding(case: Case, mismatch: StreamMismatch) -> Finding:
+    stream = mismatch.stream
     axis = stream.axis or name_ranks(case, stream.ranks)
-    odd = disagreement.find_odd()
-    facts = CollectiveFacts(
-        axis=axis,
-        ranks=stream.ranks,
-        number=disagreement.number,
-        issues=disagreement.list_issues(),
-        counts=dict(disagreement.counts),
-        is_message=stream.is_message,
-        group=stream.group,
-    )
+    odd = mismatch.find_odd()
     return Finding(
         check=CheckName.TRACE,
         tensor=_name_stream(stream, axis),
@@ -109,7 +100,7 @@ def _make_finding(case: Case, disagreement: StreamMismatch) -> Finding:
         error=1.0,
         bound=0.0,
         code=Cause.COLLECTIVES,
-        facts=facts,
+        facts=mismatch.describe(axis),
         place=Place(ranks=(odd,), axes=(axis,)),
     )
 

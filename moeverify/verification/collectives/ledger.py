@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeverify.results.facts import Issue
+from moeverify.results.facts import CollectiveFacts, Issue
 
 ROOM = 1 << 16
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -60,7 +60,7 @@ class StreamMismatch:
     counts: Mapping[int, int]
     is_known: bool = True
 
-    def list_issues(self) -> tuple[Issue, ...]:
+    def _list_issues(self) -> tuple[Issue, ...]:
         """Return the collectives issued at the disagreement, most common first, or () if they are unknown."""
         if not self.is_known:
             return ()
@@ -72,6 +72,18 @@ class StreamMismatch:
             if entry is not None
             else Issue(ranks=tuple(ranks), signature=None)
             for entry, ranks in sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+        )
+
+    def describe(self, axis: str) -> CollectiveFacts:
+        """Return the facts for a finding; `axis` names the mesh axis of the stream."""
+        return CollectiveFacts(
+            axis=axis,
+            ranks=self.stream.ranks,
+            number=self.number,
+            issues=self._list_issues(),
+            counts=dict(self.counts),
+            is_message=self.stream.is_message,
+            group=self.stream.group,
         )
 
     def find_odd(self) -> int:
