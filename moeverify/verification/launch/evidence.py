@@ -18,7 +18,7 @@ from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import read_flight
 from moeverify.verification.launch.root_cause_rank import RootCause, find_origin
-from moeverify.verification.launch.stack import trim_stack
+from moeverify.verification.launch.tracebacks import trim_stack
 
 _OUTPUT = "The end of its stderr:"
 _POINTS_UP = re.compile(r"\babove\b")

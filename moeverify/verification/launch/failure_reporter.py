@@ -19,7 +19,7 @@ from moeverify.results.run import RankReport
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch import watchdog
 from moeverify.verification.launch.plan import write_atomically
-from moeverify.verification.launch.stack import trim_stack
+from moeverify.verification.launch.tracebacks import trim_stack
 from moeverify.verification.launch.watched import GUEST_SIGNAL
 from moeverify.verification.launch.world import find_node
 

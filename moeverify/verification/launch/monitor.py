@@ -33,7 +33,7 @@ from moeverify.verification.launch.plan import (
     LaunchEvent,
     LaunchPlan,
 )
-from moeverify.verification.launch.stack import find_place
+from moeverify.verification.launch.tracebacks import find_place
 
 _POLL = 0.01
 # All limits are in seconds of the launch's clock, which hardly advances while its ranks wait for a processor.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from moeverify.results.failure import Disagreement, EndKind, FailureCause, Hang, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.hang import Traces, find_disagreement, find_waits
-from moeverify.verification.launch.stack import find_place
+from moeverify.verification.launch.tracebacks import find_place
 
 NUM_RECENT = 16
 """Number of the last collectives kept in the report of a rank: as many as fit the width of the diagram."""
