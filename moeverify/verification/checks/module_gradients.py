@@ -115,7 +115,7 @@ def find_owners(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
 
 
 def sum_calls(
-    visits: Sequence[ModuleCall],
+    calls: Sequence[ModuleCall],
     narrow: nn.Module,
     wide: nn.Module,
     names: Mapping[str, str],
@@ -129,11 +129,11 @@ def sum_calls(
     Raises: Obstacle.
     """
     found: dict[str, ContributionSamples] = {}
-    for visit in visits:
-        require_tokens(visit, tokens)
+    for call in calls:
+        require_tokens(call, tokens)
         try:
-            _, near = run(narrow, visit, nn.Identity(), unit, of_parameters=True)
-            _, exact = run(wide, visit, Widen(), unit, of_parameters=True)
+            _, near = run(narrow, call, nn.Identity(), unit, of_parameters=True)
+            _, exact = run(wide, call, Widen(), unit, of_parameters=True)
         except Obstacle:
             raise
         except Exception as error:  # of user code, such as another signature

@@ -48,10 +48,10 @@ from moeverify.verification.checks.module_gradients import (
 )
 from moeverify.verification.checks.module_replay import (
     MOST_ROUNDING,
+    KeptCalls,
     ModuleCall,
     Obstacle,
     Replayed,
-    Visits,
     choose_modules,
     mixes_positions,
     replay,
@@ -115,7 +115,7 @@ class ModulesWatch(Watch[ModuleReport]):
         self._calls, self._num_micro_batches = calls or {}, program.num_micro_batches
         self._alone = alone
         modules = choose_modules(program.model)
-        self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
+        self._kept = KeptCalls({name: each for name, each in modules.items() if name not in left_out})
         self._is_scaled = program.custom_step is not None
         self._normed: set[int] = set()  # steps that show their gradient norm
         size = sum(torch.Size(shard.region.shape).numel() for shard in program.live_shards())
@@ -130,11 +130,11 @@ class ModulesWatch(Watch[ModuleReport]):
         self._held.append({})
         self._states.append([])
         if len(self._held) > self._num_kept:
-            self._visits.close()
+            self._kept.close()
 
     def _end_step(self) -> None:
         if len(self._steps) < len(self._held):
-            self._steps.append(self._visits.take())
+            self._steps.append(self._kept.take())
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Keep the state after a step, and the sampled elements of a gradient; see `Watch`."""
@@ -150,11 +150,11 @@ class ModulesWatch(Watch[ModuleReport]):
     def close(self) -> None:
         """Release the model; see `Watch`."""
         self._end_step()
-        self._visits.close()
+        self._kept.close()
 
     def count_calls(self) -> dict[str, int]:
         """Return the number of calls in a micro-batch, of modules that are not called once."""
-        counts = {name: len(visits) // self._num_micro_batches for name, visits in self._steps[0].items()}
+        counts = {name: len(calls) // self._num_micro_batches for name, calls in self._steps[0].items()}
         return {name: count for name, count in counts.items() if count != 1}
 
     def list_mixing(self) -> list[str]:
@@ -164,8 +164,8 @@ class ModulesWatch(Watch[ModuleReport]):
         with one.subject.surround():
             return [
                 name
-                for name, (visit, *_) in self._steps[0].items()
-                if mixes_positions(visit, modules[name], self._tokens, unit)
+                for name, (call, *_) in self._steps[0].items()
+                if mixes_positions(call, modules[name], self._tokens, unit)
             ]
 
     def report(self) -> ModuleReport:
@@ -189,12 +189,12 @@ class ModulesWatch(Watch[ModuleReport]):
         owners = find_owners(narrow.model, {name: each for name, (each, _) in modules.items()})
         owners = {name: each for name, each in owners.items() if name not in self._unsummed}
         with narrow.subject.surround():
-            for name, visits in (self._steps[0] if self._steps else {}).items():
+            for name, calls in (self._steps[0] if self._steps else {}).items():
                 if name not in modules:
                     left_out[name] = "is on no single device"
                     continue
                 try:
-                    found += replay(name, visits[0], *modules[name], self._tokens, unit)
+                    found += replay(name, calls[0], *modules[name], self._tokens, unit)
                 except Obstacle as obstacle:
                     left_out[name] = str(obstacle)
             for step in range(min(self._num_kept, len(self._steps))):
@@ -217,9 +217,9 @@ class ModulesWatch(Watch[ModuleReport]):
         sums = StepSums(self._share, self._is_scaled, held=self._held[step], owners=owners)
         if self._is_scaled and step not in self._normed:
             return StepSums(self._share)
-        for module, visits in self._steps[step].items():
+        for module, calls in self._steps[step].items():
             num_calls = self._calls.get(module, 1) * self._num_micro_batches
-            if module not in modules or (self._counts_calls and len(visits) != num_calls):
+            if module not in modules or (self._counts_calls and len(calls) != num_calls):
                 continue
             inner = {
                 name: names[id(each)]
@@ -227,7 +227,7 @@ class ModulesWatch(Watch[ModuleReport]):
                 if id(each) in names
             }
             try:
-                added = sum_calls(visits, *modules[module], inner, self._tokens, unit) if inner else {}
+                added = sum_calls(calls, *modules[module], inner, self._tokens, unit) if inner else {}
             except Obstacle:
                 continue
             for name, each in added.items():
@@ -277,7 +277,7 @@ def list_unreproduced(
 
 
 def applies(recipe: Recipe) -> bool:
-    """Return whether modules are replayed: those of a user's model in a precision of 16 bits."""
+    """Return whether the check applies: to a user's model in a precision of 16 bits."""
     return recipe.model.reference is None and recipe.precision in PRECISIONS and recipe.float8 == "none"
 
 

@@ -383,7 +383,7 @@ def _list_forms(
 
 
 def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | None, Form]:
-    """Return the factor and form of which a gradient (E) is a multiple; None for no form."""
+    """Return the form that a gradient (E) is a multiple of, after the factor; None and "" if there is none."""
     size = float(actual.norm())
     if size == 0.0:
         return 0.0, ""

@@ -17,7 +17,7 @@ from moeverify.results.failure import EndKind, ProcessState, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import read_flight
-from moeverify.verification.launch.root_cause_rank import RootCause, find_origin
+from moeverify.verification.launch.root_cause_rank import RootCause, find_root_cause
 from moeverify.verification.launch.tracebacks import trim_stack
 
 _OUTPUT = "The end of its stderr:"
@@ -64,7 +64,7 @@ def collect_reports(
     """Return the origin of the failure, with one report for each of `ranks`.
 
     `folder` is the folder of the job, or None if the launch failed before a job began. `is_watched` is for a
-    script of the user; see `find_origin`.
+    script of the user; see `find_root_cause`.
     """
     reports, times, records = [], {}, {}
     for rank in ranks:
@@ -75,7 +75,7 @@ def collect_reports(
         if path is not None and report is not None:
             times[rank] = path.stat().st_mtime
         reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
-    return find_origin(reports, times, records, is_watched=is_watched)
+    return find_root_cause(reports, times, records, is_watched=is_watched)
 
 
 def read_frozen(pid: int) -> ProcessState | None:

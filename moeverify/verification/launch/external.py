@@ -31,7 +31,7 @@ from moeverify.verification.launch.clock import ActiveClock, ThreadUsage, Usage
 from moeverify.verification.launch.evidence import read_tail
 from moeverify.verification.launch.failure_reporter import SIGNALS_THREAD
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
-from moeverify.verification.launch.root_cause_rank import find_origin
+from moeverify.verification.launch.root_cause_rank import find_root_cause
 from moeverify.verification.launch.runner import JobRunner, RunJob, collect_less
 from moeverify.verification.launch.world import ExternalWorld, complete_environment, set_interpreter
 
@@ -370,10 +370,10 @@ class _Session:
             reports.append(RankReport.model_validate(content["report"]))
             times[rank] = content["time"]
             traces[rank] = [CollectiveRecord.model_validate(record) for record in content["records"]]
-        origin = find_origin(reports, times, traces)
-        failure = origin.make_failure()
-        if origin.is_hang:
-            failure = origin.make_failure(
+        root_cause = find_root_cause(reports, times, traces)
+        failure = root_cause.make_failure()
+        if root_cause.is_hang:
+            failure = root_cause.make_failure(
                 FailureCause.OVER_TIME,
                 timeout=self._jobs[self._index].timeout,
                 machine=self._clock.describe_machine(self._not_counted),
@@ -381,9 +381,9 @@ class _Session:
         failed = self._jobs[self._index].name
         seconds = time.monotonic() - self._began
         self._report_outcome(
-            "hung" if origin.is_hang else "failed",
+            "hung" if root_cause.is_hang else "failed",
             failure,
-            rank_reports=origin.reports,
+            rank_reports=root_cause.reports,
             seconds=seconds,
         )
         _LOST_IN.append(failed)

@@ -1,4 +1,4 @@
-"""Origin of a failure: orders the reports of all ranks by likely cause. Does not import torch."""
+"""Root cause of a failure: orders the reports of all ranks by likely cause. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class RootCause:
         return any(report.state == "hung" for report in self.reports)
 
     def make_failure(self, cause: FailureCause = FailureCause.RANK, **rest: object) -> JobFailure:
-        """Return the failure of a job with this origin. `rest` overrides or adds fields of `JobFailure`."""
+        """Return the failure of a job with this root cause. `rest` overrides or adds fields of `JobFailure`."""
         first = self.reports[0]
         content = {"rank": first.rank, "end": first.end, "hang": self.hang, "disagreement": self.disagreement}
         return JobFailure.model_validate({"cause": cause, **content, **rest})
 
 
-def find_origin(
+def find_root_cause(
     reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces, *, is_watched: bool = False
 ) -> RootCause:
-    """Return the origin of a failure.
+    """Return the root cause of a failure.
 
     `times` maps a rank to the time at which it wrote its report, if it did. `traces` maps a rank to its
     collectives. With `is_watched`, the waits of the ranks are returned even if none timed out: a script of the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moeverify.report.words.failure import describe_failure
 from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
-from moeverify.verification.launch.root_cause_rank import find_origin
+from moeverify.verification.launch.root_cause_rank import find_root_cause
 
 RESET = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
 
@@ -15,9 +15,9 @@ def make_report(rank: int, how: EndKind, error: str = "", signal: int | None = N
 
 
 def find(*reports: RankReport, times: dict[int, float] | None = None) -> tuple[str, list[tuple[int, str]]]:
-    origin = find_origin(reports, times or {}, {report.rank: [] for report in reports})
-    order = [(report.rank, report.state) for report in origin.reports]
-    return describe_failure(origin.make_failure()), order
+    cause = find_root_cause(reports, times or {}, {report.rank: [] for report in reports})
+    order = [(report.rank, report.state) for report in cause.reports]
+    return describe_failure(cause.make_failure()), order
 
 
 def test_an_error_comes_before_the_connections_that_it_broke() -> None:
