@@ -16,19 +16,19 @@ from moeverify.results.run import RankReport
 
 _ENDS = {
     EndKind.RAISED: "{error}",
-    EndKind.BROKE_OFF: "broke off with its peer: {error}",
+    EndKind.BROKE_OFF: "lost the connection to its peer: {error}",
     EndKind.CRASHED: "{error}",
     EndKind.KILLED: "was killed by {signal}",
     EndKind.EXITED: "ended with status {status} without a report",
     EndKind.LEFT: "has ended",
     EndKind.OVER_TIME: "still in the job after {timeout:g} s",
-    EndKind.HOLDS_LOCK: "over its time inside C code that holds the interpreter's lock",
+    EndKind.HOLDS_LOCK: "timed out inside C code that holds the interpreter's lock",
     EndKind.FROZEN: "over its time: {process}",
     EndKind.STOPPED: "stopped after another rank failed",
     EndKind.SIGNALLED: "got {signal}: a peer has died, or the launch was cancelled",
     EndKind.STOPPED_WITH_LAUNCH: "stopped with its launch",
-    EndKind.GONE: "gone with its launch, and left no word",
-    EndKind.SILENT: "gone without a word (its launcher's log may know more)",
+    EndKind.GONE: "ended with its launch, without a report",
+    EndKind.SILENT: "ended without a report (see the log of its launcher)",
 }
 _OWN_ENDS = (EndKind.RAISED, EndKind.CRASHED, EndKind.KILLED, EndKind.FROZEN)
 _PROCESS_STATES = {
