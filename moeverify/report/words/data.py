@@ -5,13 +5,13 @@ from __future__ import annotations
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words
 from moeverify.report.words.guard import describe_facts
-from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
+from moeverify.results.data import BatchField, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.finding import Finding
 
 __all__ = ["describe_facts"]
 
 MOST_POSITIONS = 4  # largest number of positions to list
-_MASKS = (Batch.MASK, Batch.LOSS_MASK)
+_MASKS = (BatchField.MASK, BatchField.LOSS_MASK)
 
 
 @describe_facts.register
@@ -22,7 +22,7 @@ def _(facts: DataFacts, finding: Finding) -> Words:
     ranks = {each.rank for each in alike if each.misread.micro_batch == first}
     numbers = {each.misread.micro_batch for each in alike}
     everywhere = len(facts.read) == len(alike) and len(numbers) == head.misread.num_micro_batches
-    what = "rows" if head.misread.batch is Batch.TOKENS and Batch.LABELS in facts.also else None
+    what = "rows" if head.misread.batch is BatchField.TOKENS and BatchField.LABELS in facts.also else None
     verb = "reads" if len(ranks) == 1 else "read"
     cause = f"{format_ranks(ranks)} {verb} {_describe_source(head, what)}{_describe_when(head.misread, everywhere)}"
     lines = [_describe_misread(each) for each in facts.read]

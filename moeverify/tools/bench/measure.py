@@ -61,7 +61,7 @@ def measure_case(
     Raises: CaseError when the recipe has a user's step function.
     """
     if case.recipe.step is not None:
-        message = "the built-in loop is what is measured, and not a step of your own"
+        message = "this measures the built-in loop, not your own step"
         raise CaseError(
             [Problem(message, path="recipe.step", remedy="leave it out: `--set recipe.step=null`")]
         )

@@ -52,7 +52,7 @@ class Seen:
     """
 
     layer: str
-    what: str
+    role: str
     is_product: bool
     numbers: Tensor
 
@@ -63,7 +63,7 @@ class Seen:
             return None
         return Float8Facts(
             layer=self.layer,
-            operand=self.what,
+            operand=self.role,
             source="product" if self.is_product else "numbers",
             num_wrong=int(num_wrong),
             num_compared=int(num_compared),
@@ -91,7 +91,7 @@ class SampledProduct:
     rounding error of the sums.
     """
 
-    what: str
+    role: str
     actual: Tensor
     expected: Tensor
     sizes: Tensor
@@ -135,8 +135,8 @@ def read_product(left: Any, right: Any, product: Tensor) -> SampledProduct | Non
 
     Return None if the operands do not belong to a linear layer.
     """
-    what = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
-    if what is None or not product.numel():
+    role = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
+    if role is None or not product.numel():
         return None
     rows = _choose(product.shape[0], MOST_ROWS, product.device)
     columns = _choose(product.shape[1], MOST_COLUMNS, product.device)
@@ -152,7 +152,7 @@ def read_product(left: Any, right: Any, product: Tensor) -> SampledProduct | Non
     allowed = unit * sizes + last.eps / 2.0 * expected.abs() + last.tiny
     if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
         allowed += bound_cuts(one, other, partial.abs().amax(0))
-    return SampledProduct(what, _widen(product[rows][:, columns]), expected, sizes, allowed)
+    return SampledProduct(role, _widen(product[rows][:, columns]), expected, sizes, allowed)
 
 
 def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
 
 def look_at_product(layer: str, product: SampledProduct) -> Seen:
     """Compare some elements of a product with the values recomputed from its operands."""
-    return Seen(layer, product.what, True, _measure(product.actual, product.expected, product.allowed))
+    return Seen(layer, product.role, True, _measure(product.actual, product.expected, product.allowed))
 
 
 def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:

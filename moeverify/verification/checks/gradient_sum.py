@@ -163,7 +163,7 @@ class GradientSumWatch(Watch[Reports]):
         return add
 
     def _hear(self, layer: str, product: SampledProduct) -> None:
-        if product.what == "grad_weight":
+        if product.role == "grad_weight":
             self._add(f"{layer}.weight", Added(product.expected, product.sizes, product.allowed))
 
     def _add(self, name: str, added: Added) -> None:

@@ -299,13 +299,13 @@ class ModuleAgreement(Check[ModuleReport]):
         if not is_own or not applies(run.case.recipe) or layout.compile != "none":
             return None
         unreproduced = {
-            (name, what): why for (use, name, what), why in run.dtypes.items() if use == DtypeUse.UNREPRODUCED
+            (name, part): why for (use, name, part), why in run.dtypes.items() if use == DtypeUse.UNREPRODUCED
         }
-        skipped = {name: why for (name, what), why in unreproduced.items() if not what}
-        calls = {name: int(why) for (name, what), why in unreproduced.items() if what == "calls"}
-        unsummed = [name for name, what in unreproduced if what == "gradient"]
+        skipped = {name: why for (name, part), why in unreproduced.items() if not part}
+        calls = {name: int(why) for (name, part), why in unreproduced.items() if part == "calls"}
+        unsummed = [name for name, part in unreproduced if part == "gradient"]
         if layout.cp > 1:
-            skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
+            skipped |= {name: _UNDER_CP for name, part in unreproduced if part == "positions"}
         return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed, calls)
 
     def judge(self, shown: ShownTensors, reports: Sequence[ModuleReport]) -> CheckOutcome | None:

@@ -49,7 +49,7 @@ _MOST_UNLIKE = 0.02
 class RouterRounding(NamedTuple):
     """The values that a router rounds before it computes its weights, and the dtype they are rounded to."""
 
-    what: Literal["scores", "logits"]
+    quantity: Literal["scores", "logits"]
     dtype: str
 
 
@@ -126,9 +126,9 @@ def _list_dtypes(wide: torch.dtype) -> list[torch.dtype]:
 def list_ways(wide: torch.dtype) -> list[RouterRounding]:
     """Return the descriptions of the weights that `list_rounded` yields, in its order."""
     return [
-        RouterRounding(what, name_dtype(dtype))
+        RouterRounding(quantity, name_dtype(dtype))
         for dtype in _list_dtypes(wide)
-        for what in _ROUNDED
+        for quantity in _ROUNDED
         for _ in range(2)
     ]
 
@@ -141,10 +141,10 @@ def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> 
     for dtype in _list_dtypes(wide):
         logits = scored.logits.to(dtype).to(wide)
         again = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=-1)
-        for what, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
+        for quantity, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
             chosen = scores.gather(-1, used)
             for arithmetic in (wide, dtype):
-                if what == "scores" or arithmetic == dtype:
+                if quantity == "scores" or arithmetic == dtype:
                     weights = chosen.to(dtype).to(arithmetic)
                 else:
                     weights = chosen.to(wide)
@@ -344,7 +344,7 @@ def _list_findings(
                 num_wrong=rows[rank].num_wrong[number],
                 num_tokens=size,
                 margin=largest if quantity == "choice" else None,
-                rounded=rounded.what if rounded else "",
+                rounded=rounded.quantity if rounded else "",
                 dtype=rounded.dtype if rounded else "",
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),

@@ -54,7 +54,7 @@ def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     left_out = list_unreproduced(
         recipe, device, partial(_train_watched, recipe, num_steps=min(2, recipe.steps))
     )
-    return found | {(DtypeUse.UNREPRODUCED, name, what): why for (name, what), why in left_out.items()}
+    return found | {(DtypeUse.UNREPRODUCED, name, part): why for (name, part), why in left_out.items()}
 
 
 def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any], num_steps: int = 1) -> None:

@@ -47,16 +47,16 @@ Results = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class StreamVisit:
-    """One visit: `what` is embed, forward, head, backward, ends, total or update."""
+    """One visit: `stage` is embed, forward, head, backward, ends, total or update."""
 
     step: int
-    what: str
+    stage: str
     layer: int = ENDS
 
     @property
     def name(self) -> str:
         """Return the name of the file with the results."""
-        return f"{self.step}.{self.what}.{self.layer}"
+        return f"{self.step}.{self.stage}.{self.layer}"
 
 
 def list_visits(num_layers: int, num_steps: int) -> Iterator[StreamVisit]:
@@ -105,7 +105,7 @@ class StreamedRun:
                 continue
             began = time.monotonic()
             self._observer = self.recorder
-            found = getattr(self, f"_{visit.what}")(visit)
+            found = getattr(self, f"_{visit.stage}")(visit)
             for key, tensor in self.recorder.take_new().items():
                 found[_SEEN + key] = tensor
                 shape = self.recorder.shapes.get(key.partition("/")[2])
@@ -160,7 +160,7 @@ class StreamedRun:
         The first visit after a step shows the results of that step.
         """
         unit = Unit(self.recipe, visit.layer, self.numerics, self.device)
-        is_first = visit.what in ("embed", "forward", "update")
+        is_first = visit.stage in ("embed", "forward", "update")
         if is_first and visit.step == 0:
             unit.show_initial(self.recorder, INITIAL)
         for step in range(visit.step):

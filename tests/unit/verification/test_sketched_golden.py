@@ -127,7 +127,7 @@ def test_an_interrupted_golden_goes_on_after_its_last_visit(tmp_path: Path) -> N
     recipe, made = make_recipe(), []
 
     def interrupt(visit: StreamVisit, seconds: float) -> None:
-        if visit.what == "total":
+        if visit.stage == "total":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from moeverify.cases.schema import Case
 from moeverify.report.words.cause import describe_cause, describe_evidence
-from moeverify.results.data import Batch
+from moeverify.results.data import BatchField
 from moeverify.results.finding import Finding
 from moeverify.train.data import IGNORED
 from moeverify.verification.checks.data import DataCheck, DataReport, DataWatch
@@ -19,7 +19,7 @@ from moeverify.verification.checks.data_source import BatchSlice, ExpectedData
 
 VOCABULARY = 40
 ROWS, LENGTH, STEPS, MICRO_BATCHES = 8, 16, 3, 2
-Read = dict[Batch, Tensor]
+Read = dict[BatchField, Tensor]
 Bug = Callable[[ExpectedData, int, int, int, Read], None]
 
 
@@ -83,13 +83,13 @@ def read_all(case: Case, bug: Bug, make: type[Program] = Program) -> list[DataRe
                 for number in range(case.layout.micro_batches):
                     cut = expected.cut(rank, number)
                     read = {
-                        Batch.TOKENS: expected.values(Batch.TOKENS, step, cut),
-                        Batch.LABELS: expected.labels(step, cut),
+                        BatchField.TOKENS: expected.values(BatchField.TOKENS, step, cut),
+                        BatchField.LABELS: expected.labels(step, cut),
                     }
                     bug(expected, rank, step, number, read)
-                    logits = program.model(read[Batch.TOKENS])
+                    logits = program.model(read[BatchField.TOKENS])
                     functional.cross_entropy(
-                        logits.flatten(0, 1), read[Batch.LABELS].flatten(), ignore_index=IGNORED
+                        logits.flatten(0, 1), read[BatchField.LABELS].flatten(), ignore_index=IGNORED
                     )
         finally:
             watch.close()
@@ -114,8 +114,8 @@ def again(expected: ExpectedData, rank: int, step: int, number: int, read: Read)
 
 def put(expected: ExpectedData, read: Read, step: int, rank: int, number: int) -> None:
     cut = expected.cut(rank, number)
-    read[Batch.TOKENS] = expected.values(Batch.TOKENS, step, cut)
-    read[Batch.LABELS] = expected.labels(step, cut)
+    read[BatchField.TOKENS] = expected.values(BatchField.TOKENS, step, cut)
+    read[BatchField.LABELS] = expected.labels(step, cut)
 
 
 def first_step(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
@@ -132,34 +132,34 @@ def reversed_rows(expected: ExpectedData, rank: int, step: int, number: int, rea
 
 
 def shifted_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    labels = read[Batch.LABELS].roll(-2, 1)
+    labels = read[BatchField.LABELS].roll(-2, 1)
     labels[:, -2:] = IGNORED
-    read[Batch.LABELS] = labels
+    read[BatchField.LABELS] = labels
 
 
 def shifted_after_the_cut(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Shift the labels of this rank's part of a row: its last position gets none."""
-    counts = read[Batch.LABELS] != IGNORED
-    labels = read[Batch.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
+    counts = read[BatchField.LABELS] != IGNORED
+    labels = read[BatchField.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
     labels[:, -1] = IGNORED
-    read[Batch.LABELS] = labels
+    read[BatchField.LABELS] = labels
 
 
 def without_the_first(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clone()
-    read[Batch.LABELS][:, :2] = IGNORED
+    read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+    read[BatchField.LABELS][:, :2] = IGNORED
 
 
 def without_a_label(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Drop a label that some tokens of each rank have, as padding is excluded by its token."""
     label = most_common(expected, rank, step)
-    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(read[Batch.LABELS] == label, IGNORED)
+    read[BatchField.LABELS] = read[BatchField.LABELS].masked_fill(read[BatchField.LABELS] == label, IGNORED)
 
 
 def without_half_a_label(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    label, labels = most_common(expected, rank, step), read[Batch.LABELS]
+    label, labels = most_common(expected, rank, step), read[BatchField.LABELS]
     kept = (labels == label).flatten().cumsum(0).view(labels.shape) == 1
-    read[Batch.LABELS] = labels.masked_fill((labels == label) & ~kept, IGNORED)
+    read[BatchField.LABELS] = labels.masked_fill((labels == label) & ~kept, IGNORED)
 
 
 def most_common(expected: ExpectedData, rank: int, step: int) -> int:
@@ -169,39 +169,39 @@ def most_common(expected: ExpectedData, rank: int, step: int) -> int:
 
 def last_of_rank(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 0:
-        read[Batch.LABELS] = read[Batch.LABELS].clone()
-        read[Batch.LABELS][:, -2:] = IGNORED
+        read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+        read[BatchField.LABELS][:, -2:] = IGNORED
 
 
 def shorter_rows(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Treat each row as one token shorter than it is."""
     cut = expected.cut(rank, number)
-    counts = expected.values(Batch.LOSS_MASK, step, BatchSlice(cut.rows, cut.positions + 1))
-    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(~counts, IGNORED)
+    counts = expected.values(BatchField.LOSS_MASK, step, BatchSlice(cut.rows, cut.positions + 1))
+    read[BatchField.LABELS] = read[BatchField.LABELS].masked_fill(~counts, IGNORED)
 
 
 def other_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = expected.labels(step, expected.cut(rank, 1 - number))
+    read[BatchField.LABELS] = expected.labels(step, expected.cut(rank, 1 - number))
 
 
 def other_mask(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     cut = expected.cut(rank, number)
-    counts = expected.values(Batch.LOSS_MASK, step + 1, cut)
-    read[Batch.LABELS] = expected.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
+    counts = expected.values(BatchField.LOSS_MASK, step + 1, cut)
+    read[BatchField.LABELS] = expected.values(BatchField.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
 
 def mask_after_the_loss(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clamp(min=0)
+    read[BatchField.LABELS] = read[BatchField.LABELS].clamp(min=0)
 
 
 def rolled_tokens(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.TOKENS] = read[Batch.TOKENS].roll(1, 1)
+    read[BatchField.TOKENS] = read[BatchField.TOKENS].roll(1, 1)
 
 
 def one_token(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 0 and step == 2 and number == 1:
-        read[Batch.TOKENS] = read[Batch.TOKENS].clone()
-        read[Batch.TOKENS][1, 3] = (read[Batch.TOKENS][1, 3] + 1) % VOCABULARY
+        read[BatchField.TOKENS] = read[BatchField.TOKENS].clone()
+        read[BatchField.TOKENS][1, 3] = (read[BatchField.TOKENS][1, 3] + 1) % VOCABULARY
 
 
 @pytest.mark.parametrize("read", [nothing, mask_after_the_loss])
@@ -282,7 +282,7 @@ def test_a_micro_batch_that_is_left_out_is_named(run_ranks: Callable) -> None:
     for step in range(2):
         watch.begin_step(step)
         for number in range(step, MICRO_BATCHES):
-            program.model(expected.values(Batch.TOKENS, step, expected.cut(0, number)))
+            program.model(expected.values(BatchField.TOKENS, step, expected.cut(0, number)))
     watch.close()
     (finding,) = judge(run_ranks, [watch.report()])
     assert describe_cause(finding) == "rank 0 reads no tokens of micro-batch 0 in step 1"
@@ -301,7 +301,7 @@ def test_recomputed_passes_are_none_of_a_step(run_ranks: Callable) -> None:
     watch = DataWatch(case, program, 0)  # type: ignore[arg-type]
     watch.begin_step(0)
     for number in range(MICRO_BATCHES):
-        tokens = expected.values(Batch.TOKENS, 0, expected.cut(0, number))
+        tokens = expected.values(BatchField.TOKENS, 0, expected.cut(0, number))
         torch.utils.checkpoint.checkpoint(program.model, tokens, use_reentrant=False).sum().backward()
     watch.close()
     assert watch.report().num_compared == MICRO_BATCHES
@@ -312,8 +312,8 @@ def last_first(expected: ExpectedData, rank: int, step: int, number: int, read: 
 
 
 def own_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clone()
-    read[Batch.LABELS][:, ::2] = IGNORED
+    read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+    read[BatchField.LABELS][:, ::2] = IGNORED
 
 
 @pytest.mark.parametrize("bug", [nothing, last_first, own_labels])
