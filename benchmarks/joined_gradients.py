@@ -12,7 +12,7 @@ import time
 import torch
 from output import print_setting, print_table
 
-from moeverify.parallel.joined_gradients import Rows, sum_gradients
+from moeverify.parallel.joined_gradients import GradientOperands, sum_gradients
 
 NUM_EXPERTS = 4
 
@@ -26,7 +26,7 @@ def make_passes(num_passes, num_rows, sizes, device):
     def draw(size):
         return torch.randn(num_rows, size, device=device).to(torch.bfloat16)
 
-    return [Rows(draw(hidden), draw(width), ends) for _ in range(num_passes)]
+    return [GradientOperands(draw(hidden), draw(width), ends) for _ in range(num_passes)]
 
 
 def time_each(function, device, repeats=10):

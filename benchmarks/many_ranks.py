@@ -70,7 +70,7 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     from moeverify.garbage import uncollected
     from moeverify.report.formats.json import write
     from moeverify.results.run import CaseResult, RunResult
-    from moeverify.verification.checks.base import Shown
+    from moeverify.verification.checks.base import ShownTensors
     from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
     from moeverify.verification.compare.assembled import assemble
     from moeverify.verification.worker.verify import judge_all, list_names, make_bounds
@@ -81,7 +81,7 @@ def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     with uncollected():  # as they are gathered
         by_rank = [pickle.loads(entries) for entries in arrived]
     times.append(time.process_time())
-    shown = Shown(
+    shown = ShownTensors(
         case=case,
         coordinates={rank: {"dp_shard": rank} for rank in range(num_ranks)},
         tensors=assemble(by_rank, KIND_ORDER),

@@ -49,7 +49,7 @@ class Row(Implementation):
     rules: tuple[Rule, ...] = ()
 
 
-class Choice(Protocol[T_co]):
+class FieldOptions(Protocol[T_co]):
     """The options of one field of a case file.
 
     `path` is its dotted path, such as `layout.context_parallel`.
@@ -83,7 +83,7 @@ class Modules(Generic[T]):
     package: str
 
     def find(self, option: str) -> T:
-        """Return the implementation of an option; see `Choice`."""
+        """Return the implementation of an option; see `FieldOptions`."""
         if not self.has(option):
             raise KeyError(f"{self.path} `{option}` has no implementation {self.locate(option)}")
         found: T = importlib.import_module(f"{self.package}.{option}").IMPLEMENTATION
@@ -112,7 +112,7 @@ class Table(Generic[R]):
     rows: Mapping[str, R]
 
     def find(self, option: str) -> R:
-        """Return the row of an option; see `Choice`."""
+        """Return the row of an option; see `FieldOptions`."""
         if option not in self.rows:
             raise KeyError(f"{self.path} `{option}` has no implementation {self.locate(option)}")
         return self.rows[option]
@@ -138,7 +138,7 @@ def list_options(path: str) -> tuple[str, ...]:
     return get_args(get_type_hints(section)[name])
 
 
-def chosen_option(case: Case, choice: Choice[Any]) -> str:
+def chosen_option(case: Case, choice: FieldOptions[Any]) -> str:
     """Return the option that a case chooses."""
     found: Any = case
     for part in choice.path.split("."):
@@ -146,7 +146,7 @@ def chosen_option(case: Case, choice: Choice[Any]) -> str:
     return str(found)
 
 
-def report_missing(case: Case, choice: Choice[Any]) -> Problem | None:
+def report_missing(case: Case, choice: FieldOptions[Any]) -> Problem | None:
     """Return the problem of a case that chooses an option without an implementation, or None."""
     option = chosen_option(case, choice)
     if choice.has(option):

@@ -159,7 +159,7 @@ def _limit(num_values: int, depth: int, most: int) -> None:
     if depth > _MOST_DEEP:
         raise _TooLarge(f"this is nested too deeply: more than {_MOST_DEEP} levels")
     if num_values > most:
-        raise _TooLarge(f"this means more than {most} values, counting what aliases repeat")
+        raise _TooLarge(f"this means more than {most} values, including repetitions by aliases")
 
 
 class _Builder:

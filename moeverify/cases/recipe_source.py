@@ -16,7 +16,7 @@ from moeverify.cases.entry import Entry, FileLine, build_entry, merge, show
 from moeverify.cases.override import FILE
 from moeverify.cases.presets import PRESETS
 from moeverify.cases.schema import Recipe
-from moeverify.cases.section import Ledger, build_section
+from moeverify.cases.section import ProblemLog, build_section
 from moeverify.cases.suggest import suggest
 from moeverify.errors import Problem
 
@@ -95,7 +95,7 @@ class WrittenRecipe:
 
 
 def resolve_recipe(
-    written: Entry, before: Entry | None, case_name: str, folder: Path, ledger: Ledger
+    written: Entry, before: Entry | None, case_name: str, folder: Path, problem_log: ProblemLog
 ) -> WrittenRecipe:
     """Return the recipe of a case from its field `recipe`. `before` is the field without overrides.
 
@@ -103,22 +103,22 @@ def resolve_recipe(
     """
     beside, folder = folder, folder / "recipes"
     if isinstance(written.content, str):
-        entry = _read_base(written, folder, "recipe", ledger)
+        entry = _read_base(written, folder, "recipe", problem_log)
         return WrittenRecipe(entry, written.content, entry, beside)
     if not written.is_mapping:
         remedy = "name a file of `recipes/`, or write the fields"
-        ledger.reject(
+        problem_log.reject(
             written, "recipe", f"expected a recipe's name or a mapping, got {show(written)}", remedy
         )
         return WrittenRecipe(Entry({}), case_name, Entry({}), beside)
-    name = _read_name(written, ledger)
+    name = _read_name(written, problem_log)
     base_field = written.fields.get("base")
     if base_field is None:
         original = (
             before if before is not None and before.is_mapping and "base" not in before.fields else written
         )
         return WrittenRecipe(written.without("name"), name or case_name, original.without("name"), beside)
-    base = _read_base(base_field, folder, "recipe.base", ledger)
+    base = _read_base(base_field, folder, "recipe.base", problem_log)
     entry = merge_recipe(base, written.without("base", "name"))
     if name is None:
         return WrittenRecipe(entry, str(base_field.content), base, beside)
@@ -129,13 +129,13 @@ def resolve_recipe(
     return WrittenRecipe(entry, name, original, beside)
 
 
-def build_recipe(source: WrittenRecipe, ledger: Ledger) -> tuple[Recipe, Entry]:
+def build_recipe(source: WrittenRecipe, problem_log: ProblemLog) -> tuple[Recipe, Entry]:
     """Return the recipe of `source` under its final name, and its fields including those of its preset."""
-    entry = expand_preset(source.entry, ledger)
-    recipe = _find_weights(build_section(Recipe, entry, "recipe", ledger, name=source.label), source)
+    entry = expand_preset(source.entry, problem_log)
+    recipe = _find_weights(build_section(Recipe, entry, "recipe", problem_log, name=source.label), source)
     if source.entry == source.original:
         return recipe, entry
-    aside = Ledger()
+    aside = ProblemLog()
     written = build_section(Recipe, expand_preset(source.original, aside), "recipe", aside, name="")
     original = _find_weights(written, source)
     fingerprint = recipe.fingerprint()
@@ -153,47 +153,49 @@ def _find_weights(recipe: Recipe, source: WrittenRecipe) -> Recipe:
     return recipe.model_copy(update={"model": model.model_copy(update={"weights": place})})
 
 
-def expand_preset(recipe: Entry, ledger: Ledger) -> Entry:
+def expand_preset(recipe: Entry, problem_log: ProblemLog) -> Entry:
     """Return `recipe` with the fields of its model's preset, overridden by the fields of the model."""
     model = recipe.fields.get("model")
     named = model.fields.get("preset") if model is not None else None
     if model is None or named is None or named.content is None or "factory" in model.fields:
         return recipe
-    fields = _find_preset(named, ledger)
+    fields = _find_preset(named, problem_log)
     if fields is None:
-        ledger.broken.add("recipe.model")
+        problem_log.broken.add("recipe.model")
         return Entry({**recipe.fields, "model": model.without("preset")}, recipe.place)
     expanded = merge(build_entry(dict(fields), named.place), model)
     return Entry({**recipe.fields, "model": expanded}, recipe.place)
 
 
-def _find_preset(named: Entry, ledger: Ledger) -> Mapping[str, object] | None:
+def _find_preset(named: Entry, problem_log: ProblemLog) -> Mapping[str, object] | None:
     path = "recipe.model.preset"
     name = named.content
     if not isinstance(name, str):
-        ledger.reject(named, path, f"expected the name of a preset, got {show(named)}", suggest("", PRESETS))
+        problem_log.reject(
+            named, path, f"expected the name of a preset, got {show(named)}", suggest("", PRESETS)
+        )
         return None
     if name not in PRESETS:
-        ledger.reject(named, path, f"unknown preset `{name}`", suggest(name, PRESETS))
+        problem_log.reject(named, path, f"unknown preset `{name}`", suggest(name, PRESETS))
         return None
     return PRESETS[name]
 
 
-def _read_name(written: Entry, ledger: Ledger) -> str | None:
+def _read_name(written: Entry, problem_log: ProblemLog) -> str | None:
     field = written.fields.get("name")
     if field is None:
         return None
     if not isinstance(field.content, str) or not NAME.fullmatch(field.content):
-        ledger.reject(field, "recipe.name", f"expected a name of {NAME_WORDS}, got {show(field)}")
+        problem_log.reject(field, "recipe.name", f"expected a name of {NAME_WORDS}, got {show(field)}")
         return None
     return field.content
 
 
-def _read_base(named: Entry, folder: Path, path: str, ledger: Ledger) -> Entry:
+def _read_base(named: Entry, folder: Path, path: str, problem_log: ProblemLog) -> Entry:
     """Return the fields of the recipe file that `named` names, or no fields after reporting a problem."""
-    entry = read_recipe(named, folder, path, ledger.report, ())
+    entry = read_recipe(named, folder, path, problem_log.report, ())
     if entry is None:
-        ledger.broken.add("recipe")
+        problem_log.broken.add("recipe")
         return Entry({}, named.place)
     return entry
 

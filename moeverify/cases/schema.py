@@ -397,8 +397,8 @@ class Layout(Section):
         description="whether activations of a block are computed again in the backward pass: all, or, if "
         "`selective`, all but the outputs of matrix products and attention",
     )
-    compile: Compile = Field(default="none", description="what torch.compile makes of a block")
-    graphs: Graphs = Field(default="none", description="what a GPU launches as one CUDA graph")
+    compile: Compile = Field(default="none", description="the parts of a block that torch.compile compiles")
+    graphs: Graphs = Field(default="none", description="the work that a GPU launches as one CUDA graph")
     optimizer: OptimizerKernels = Field(
         default="foreach", description="implementation of the optimizer's arithmetic"
     )
@@ -488,7 +488,7 @@ class Checkpoint(Section):
 class Case(Section):
     """One recipe under one layout, with the checks to make."""
 
-    name: str = Field(description="what reports call the case; by default the file's stem")
+    name: str = Field(description="name of the case in reports; by default the file's stem")
     description: str = Field(default="", description="a line for the reader")
     file: str = ""  # path of the case file
     recipe: Recipe = Field(

@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Section)
 _MOST_UNKNOWN = 20
 
 
-class Ledger:
+class ProblemLog:
     """Collection of distinct problems, and of the dotted paths of unreadable fields.
 
     `meant` holds the paths that unknown fields probably meant. Their defaults were not chosen by the user.
@@ -53,26 +53,26 @@ class Ledger:
         return any(path == broken or path.startswith(broken + ".") for broken in self.broken)
 
 
-def build_section(section: type[S], entry: Entry, path: str, ledger: Ledger, **given: Any) -> S:
+def build_section(section: type[S], entry: Entry, path: str, problem_log: ProblemLog, **given: Any) -> S:
     """Return the `section` of `entry`, with placeholders for wrong values. `given` are ready values."""
     valid = _build_valid(section, entry, given)
     if valid is not None:
         return valid
     if not entry.is_mapping:
-        ledger.reject(
+        problem_log.reject(
             entry, path, f"expected a mapping of fields, got {show(entry)}", "write `name: value` lines"
         )
     names = [name for name in section.model_fields if name not in given]
-    report_unknown(entry, names, path, ledger)
+    report_unknown(entry, names, path, problem_log)
     values = dict(given)
     missing: list[str] = []
     for name in names:
         if name in entry.fields:
-            values[name] = _build_field(section, name, entry.fields[name], f"{path}.{name}", ledger)
+            values[name] = _build_field(section, name, entry.fields[name], f"{path}.{name}", problem_log)
         elif section.model_fields[name].is_required():
             missing.append(name)
             values[name] = _invent_field(section, name)
-    _report_missing(section, missing, entry, path, ledger)
+    _report_missing(section, missing, entry, path, problem_log)
     return section(**values)
 
 
@@ -89,10 +89,10 @@ def _build_valid(section: type[S], entry: Entry, given: Mapping[str, Any]) -> S 
         return None
 
 
-def _build_field(section: type[Section], name: str, entry: Entry, path: str, ledger: Ledger) -> Any:
+def _build_field(section: type[Section], name: str, entry: Entry, path: str, problem_log: ProblemLog) -> Any:
     options = find_sections(section, name)
     if options and not (entry.content is None and is_nullable(section, name)):
-        return build_section(_choose(options, entry), entry, path, ledger)
+        return build_section(_choose(options, entry), entry, path, problem_log)
     if options:
         return None
     expectation = expect(section, name)
@@ -101,7 +101,7 @@ def _build_field(section: type[Section], name: str, entry: Entry, path: str, led
     except Rejected:
         nearest = find_nearest(str(entry.content), expectation.choices)
         remedy = f"did you mean `{nearest}`?" if nearest else ""
-        ledger.reject(entry, path, f"expected {expectation.words}, got {show(entry)}", remedy)
+        problem_log.reject(entry, path, f"expected {expectation.words}, got {show(entry)}", remedy)
         return expectation.stand_in
 
 
@@ -115,11 +115,11 @@ def _choose(options: tuple[type[Section], ...], entry: Entry) -> type[Section]:
 def _invent_field(section: type[Section], name: str) -> Any:
     options = find_sections(section, name)
     if options:
-        return build_section(options[0], Entry({}), "", Ledger())
+        return build_section(options[0], Entry({}), "", ProblemLog())
     return expect(section, name).stand_in
 
 
-def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger) -> None:
+def report_unknown(entry: Entry, names: Iterable[str], path: str, problem_log: ProblemLog) -> None:
     """Report each field of the mapping `entry` that is not in `names`, and suggest where it belongs."""
     known = list(names)
     prefix = f"{path}." if path else ""
@@ -127,15 +127,17 @@ def report_unknown(entry: Entry, names: Iterable[str], path: str, ledger: Ledger
     for number, (name, field) in enumerate(unknown.items()):
         if number == _MOST_UNKNOWN:  # each search for a suggestion takes milliseconds
             message = f"and {len(unknown) - number} more unknown fields"
-            ledger.reject(field, prefix + name, message, "write the fields that `moeverify schema` lists")
+            problem_log.reject(
+                field, prefix + name, message, "write the fields that `moeverify schema` lists"
+            )
             return
         elsewhere = [place for place in index_fields().get(name, ()) if place != prefix + name]
         nearest = find_nearest(name, known)
         remedy = _find_remedy(name, prefix + name, known, elsewhere)
-        ledger.reject(field, prefix + name, f"unknown field `{name}`", remedy)
-        ledger.meant.update(elsewhere)
+        problem_log.reject(field, prefix + name, f"unknown field `{name}`", remedy)
+        problem_log.meant.update(elsewhere)
         if nearest is not None:
-            ledger.meant.add(prefix + nearest)
+            problem_log.meant.add(prefix + nearest)
 
 
 def _find_remedy(name: str, path: str, known: list[str], elsewhere: list[str]) -> str:
@@ -150,11 +152,11 @@ def _find_remedy(name: str, path: str, known: list[str], elsewhere: list[str]) -
 
 
 def _report_missing(
-    section: type[Section], missing: list[str], entry: Entry, path: str, ledger: Ledger
+    section: type[Section], missing: list[str], entry: Entry, path: str, problem_log: ProblemLog
 ) -> None:
-    if not missing or ledger.is_broken(path):
+    if not missing or problem_log.is_broken(path):
         return
-    ledger.broken.update(f"{path}.{name}" for name in missing)
+    problem_log.broken.update(f"{path}.{name}" for name in missing)
     noun = "field" if len(missing) == 1 else "fields"
     if section is ReferenceModel:
         remedy = "write all of them, or start from a preset: `preset: stress`"
@@ -165,4 +167,4 @@ def _report_missing(
     else:
         remedy = "write them"
     message = f"missing {noun} {enumerate_names(missing)}"
-    ledger.report(Problem(message, entry.place.file, entry.place.line, path, remedy))
+    problem_log.report(Problem(message, entry.place.file, entry.place.line, path, remedy))

@@ -56,24 +56,26 @@ Pattern = Annotated[
         "-k", metavar="PATTERN", help="Select cases by words in their names: 'fsdp and not (cp or tp)'."
     ),
 ]
-DeviceOption = Annotated[Device, typer.Option("--device", help="On what the ranks compute.")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="Device on which the ranks compute.")]
 BackendOption = Annotated[
     Backend,
     typer.Option(
         "--backend",
-        help="What carries the collectives of GPUs: NCCL where each rank has one, else gloo.",
+        help="Backend of collectives between GPUs: NCCL if each rank has its own GPU, else gloo.",
     ),
 ]
 CacheFolder = Annotated[
     Path | None,
     typer.Option(
-        "--cache", metavar="DIR", help="Where full tensors of goldens are kept; they can be made again."
+        "--cache", metavar="DIR", help="Folder for full tensors of goldens; they can be made again."
     ),
 ]
 GoldenFolder = Annotated[
-    Path, typer.Option("--goldens", metavar="DIR", help="Where the goldens are that belong to the cases.")
+    Path, typer.Option("--goldens", metavar="DIR", help="Folder with the goldens of the cases.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only what did not pass, and the last line.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Show only cases that did not pass, and the last line.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option(
@@ -114,7 +116,7 @@ EscalateAll = Annotated[
     bool,
     typer.Option(
         "--escalate/--no-escalate",
-        help="Run cases below float64 in wider precisions, too: for a cause, or for what rounding hides.",
+        help="Run cases below float64 in wider precisions, too: to find causes, and bugs that rounding hides.",
     ),
 ]
 

@@ -46,7 +46,7 @@ def bisect(
         from moeverify.report.bisection import render_bisection
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
-        from moeverify.verification.controller.bisect import Search
+        from moeverify.verification.controller.bisect import CommitSearch
         from moeverify.verification.controller.commit_judge import CommitCase, CommitJudge
         from moeverify.verification.controller.git_history import Repository
         from moeverify.verification.controller.judgement import JudgementCache
@@ -65,7 +65,7 @@ def bisect(
             judges = CommitJudge.open(case, JudgementCache.of(None), scratch, jobs)
             progress = open_progress(context.out, quiet=quiet, noun="commit")
             with state as folder, judges as judge, progress as shown:
-                search = Search(repository, folder, judge, shown.on_event, jobs)
+                search = CommitSearch(repository, folder, judge, shown.on_event, jobs)
                 result = search.find(good, bad)
                 result = result.model_copy(update={"notes": (*result.notes, *judge.list_notes())})
         if json is not None:

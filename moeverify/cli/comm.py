@@ -9,10 +9,11 @@ import typer
 
 from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
 from moeverify.cli.context import EXIT_CODES, open_context
-from moeverify.results.collective_name import Collective
+from moeverify.results.collective_name import CollectiveName
 
 _Name = Annotated[
-    Collective, typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(Collective)}.", show_default=False)
+    CollectiveName,
+    typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(CollectiveName)}.", show_default=False),
 ]
 _Ranks = Annotated[int, typer.Option("--ranks", min=1, max=1024, help="Ranks that take part.")]
 _Size = Annotated[int, typer.Option("--size", min=1, max=64, help="Elements of each part.")]
@@ -72,7 +73,7 @@ def comm(
 
 
 def _choose_sizes(
-    collective: Collective, ranks: int, size: int, splits: Path | None, source: int
+    collective: CollectiveName, ranks: int, size: int, splits: Path | None, source: int
 ) -> tuple[tuple[int, ...], ...]:
     """Return the sizes of all parts in the form that `define_transfer` expects.
 
@@ -89,7 +90,7 @@ def _choose_sizes(
     if source >= ranks:
         message = f"there is no rank {source} among {ranks}"
         problems.append(Problem(message, path="--source", remedy=f"write a number below {ranks}"))
-    if source and collective is not Collective.BROADCAST:
+    if source and collective is not CollectiveName.BROADCAST:
         message = f"{collective} begins at no rank"
         problems.append(Problem(message, path="--source", remedy="leave it out"))
     if problems:

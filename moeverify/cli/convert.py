@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moeverify.tools.weights.description import Description
 
 
-class Format(StrEnum):
+class WeightFormat(StrEnum):
     """Formats of weights."""
 
     hf = "hf"
@@ -36,7 +36,7 @@ def convert(
         typer.Argument(metavar="DESTINATION", help="A folder that is not there yet.", show_default=False),
     ],
     *,
-    to: Annotated[Format, typer.Option("--to", help="The format of DESTINATION.", show_default=False)],
+    to: Annotated[WeightFormat, typer.Option("--to", help="The format of DESTINATION.", show_default=False)],
     preset: Annotated[
         str | None,
         typer.Option("--preset", metavar="NAME", help="Which model it is, if SOURCE does not say it."),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _JOB = "MPDB_JOB"  # consoles find the ranks by this job name, which the ranks inherit
 _AT_TENSOR = "`diff --golden actual`; at a prompt: expected, actual, region"
 _AT_COLLECTIVE = (
-    "`diff issued`; at a prompt: issued, operands, and peers, which has what each rank issued before"
+    "`diff issued`; at a prompt: issued, operands, and peers (the earlier collectives of each rank)"
 )
 
 

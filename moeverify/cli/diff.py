@@ -23,8 +23,7 @@ def diff(
     Exits with 1 when verdicts differ, or when only one of the runs has a case.
     """
     with open_context() as context:
-        from moeverify.report.changes import compare_runs, same_verdicts
-        from moeverify.report.changes_text import render_changes
+        from moeverify.report.changes import compare_runs, render_changes, same_verdicts
         from moeverify.report.formats.json import read_run
 
         old, new = read_run(before), read_run(after)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 faults = typer.Typer(help="The benchmark of real bugs: list, show, run; and clean runs that must pass.")
 
 
-class Precision(StrEnum):
+class FaultPrecision(StrEnum):
     """Precision in which the ranks compute."""
 
     float64 = "float64"
@@ -43,12 +43,14 @@ Numbers = Annotated[
 Words = Annotated[
     str | None,
     typer.Option(
-        "-k", metavar="PATTERN", help="Select faults by words in what `list` shows: 'router and tp'."
+        "-k", metavar="PATTERN", help="Select faults by words in the output of `list`: 'router and tp'."
     ),
 ]
 InPrecision = Annotated[
-    Precision | None,
-    typer.Option("--precision", help="Run in another precision what is a bug in it.", show_default=False),
+    FaultPrecision | None,
+    typer.Option(
+        "--precision", help="Run the faults that are bugs in this other precision.", show_default=False
+    ),
 ]
 Output = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
@@ -250,7 +252,7 @@ def clean(
     keep: Annotated[
         Path | None,
         typer.Option(
-            "--keep", metavar="FILE", help="Keep each result there, and run only what is not in it yet."
+            "--keep", metavar="FILE", help="Keep each result there, and run only those without one."
         ),
     ] = None,
     markdown: Output = None,
@@ -294,14 +296,14 @@ def mutate(
     ] = None,
     *,
     number: _Number = 60,
-    seed: Annotated[int, typer.Option("--seed", help="By what they are chosen and halved.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed that chooses and halves the mutants.")] = 0,
     list_only: Annotated[
         bool, typer.Option("--list", help="Show all mutants, each with its half, and run none.")
     ] = False,
     keep: Annotated[
         Path | None,
         typer.Option(
-            "--keep", metavar="FOLDER", help="Keep each result there, and run only what is not in it yet."
+            "--keep", metavar="FOLDER", help="Keep each result there, and run only those without one."
         ),
     ] = None,
     json_file: JsonFile = None,
@@ -346,7 +348,7 @@ def mutate(
         raise typer.Exit(int(is_bad))
 
 
-def _print_rates(console: Console, ran: RanMutants, precision: Precision | None) -> None:
+def _print_rates(console: Console, ran: RanMutants, precision: FaultPrecision | None) -> None:
     """Print the counts and rates of mutants, and the omissions of a precision."""
     from moeverify.report.mutation import describe_left_out, describe_rates, summarize_mutants
 

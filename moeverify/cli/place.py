@@ -10,7 +10,7 @@ import typer
 from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
-    from moeverify.tools.placement.plan import Plan
+    from moeverify.tools.placement.plan import PlacementPlan
 
 
 _Trace = Annotated[
@@ -102,7 +102,7 @@ def place(
         _write_files(plan, out, svg, json_file)
 
 
-def _write_files(plan: Plan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
+def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
     """Write the requested files."""
     import json
 

@@ -29,7 +29,7 @@ def route(
         typer.Option("--layer", min=0, help="The layer to look at. Default: the first with experts."),
     ] = None,
     step: Annotated[
-        int, typer.Option("--step", min=0, help="The step whose batch it is; those before are trained.")
+        int, typer.Option("--step", min=0, help="The step of the batch; earlier steps are trained.")
     ] = 0,
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, max=1_000_000, help="Tokens of each rank that are shown.")

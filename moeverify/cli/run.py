@@ -103,11 +103,11 @@ def run(
     keep: Annotated[
         Path | None,
         typer.Option(
-            "--keep", metavar="FILE", help="Keep each verdict there, and run only what is not in it yet."
+            "--keep", metavar="FILE", help="Keep each verdict there, and run only cases without one."
         ),
     ] = None,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Stay, and run again what a changed file touches.")
+        bool, typer.Option("--watch", help="Stay, and rerun the cases that a changed file affects.")
     ] = False,
     settings: RunSettings,
     tracking: Tracking,

@@ -36,7 +36,7 @@ class Reaction(StrEnum):
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", metavar="DIR", help="A new folder for what is recorded.", show_default=False),
+    typer.Option("--out", metavar="DIR", help="A new folder for the recording.", show_default=False),
 ]
 Steps = Annotated[str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")]
 Limit = Annotated[
@@ -67,12 +67,10 @@ Nudge = Annotated[
 NudgeDtypeOption = Annotated[
     NudgeDtype | None,
     typer.Option(
-        "--nudge-dtype", help="With --nudge: what the script computes in, where its weights are wider."
+        "--nudge-dtype", help="With --nudge: the dtype that the script computes in, if its weights are wider."
     ),
 ]
-Outputs = Annotated[
-    bool, typer.Option("--outputs", help="Record what goes into modules and comes out of them, too.")
-]
+Outputs = Annotated[bool, typer.Option("--outputs", help="Record the inputs and outputs of modules, too.")]
 Operators = Annotated[
     int | None,
     typer.Option(
@@ -105,7 +103,8 @@ def watch(
     command: Annotated[
         list[str],
         typer.Argument(
-            metavar="COMMAND", help="After `--`: what starts the script, e.g. `-- torchrun ... train.py`."
+            metavar="COMMAND",
+            help="After `--`: the command that starts the script, e.g. `-- torchrun ... train.py`.",
         ),
     ],
     *,

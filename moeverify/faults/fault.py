@@ -102,7 +102,7 @@ def _list_called(function: Any) -> list[Any]:
 
 
 def _list_names(code: CodeType) -> Iterator[str]:
-    """Yield the global names and attributes that code uses, that of its inner functions included."""
+    """Yield the global names and attributes that code uses, including the code of its inner functions."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

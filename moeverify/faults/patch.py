@@ -39,8 +39,8 @@ class Patch:
     sees the replacement. This distinguishes the call sites of a collective. It also wraps a torch function
     only for moeverify's calls of it.
 
-    Wrappers compose: the last one runs first, and its `original` is the previous one. Patches of inner
-    blocks wrap those of outer blocks.
+    Wrappers compose: the last one runs first, and its `original` is the previous one. Patches of inner blocks
+    wrap patches of outer blocks.
 
     Example: drop the sum over tp of the gradients of norms::
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import MoE
     from moeverify.model.router import Router, RouterStats, Routing
-    from moeverify.train.data import Batch
-    from moeverify.train.objective import Normalizers, Sums
+    from moeverify.train.data import MicroBatch
+    from moeverify.train.objective import GroupSums, Normalizers
 
 
 def change_statistics(patch: Patch, change: Callable[[Sequence[RouterStats]], list[RouterStats]]) -> None:
@@ -25,15 +25,15 @@ def change_statistics(patch: Patch, change: Callable[[Sequence[RouterStats]], li
         original: Original[tuple[Tensor, Tensor]],
         spec: MoE,
         routers: Sequence[RouterStats],
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
-        sums: Sums,
+        sums: GroupSums,
     ) -> tuple[Tensor, Tensor]:
         return original(spec, change(routers), batch, normalizers, sums)
 
 
 def change_router_losses(
-    patch: Patch, change: Callable[[Tensor, Tensor, Batch, Sums], tuple[Tensor, Tensor]]
+    patch: Patch, change: Callable[[Tensor, Tensor, MicroBatch, GroupSums], tuple[Tensor, Tensor]]
 ) -> None:
     """Replace both router losses () of each micro-batch by `change(balance, z, batch, sums)`."""
     from moeverify.train.objective import router_losses
@@ -43,15 +43,15 @@ def change_router_losses(
         original: Original[tuple[Tensor, Tensor]],
         spec: MoE,
         routers: Sequence[RouterStats],
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
-        sums: Sums,
+        sums: GroupSums,
     ) -> tuple[Tensor, Tensor]:
         balance, z = original(spec, routers, batch, normalizers, sums)
         return change(balance, z, batch, sums)
 
 
-def change_balance(patch: Patch, change: Callable[[Tensor, Batch], Tensor]) -> None:
+def change_balance(patch: Patch, change: Callable[[Tensor, MicroBatch], Tensor]) -> None:
     """Replace the balance loss () of each micro-batch by `change(balance, batch)`; the z loss stays."""
     change_router_losses(patch, lambda balance, z, batch, sums: (change(balance, batch), z))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moeverify.model.float8_scaling import FLOAT8, UNIT, Format, Scaling
+from moeverify.model.float8_scaling import FLOAT8, UNIT, Format, OperandScaling
 from moeverify.model.mlp import MLP
 from moeverify.model.precision import widen
 
@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
     """Linear function: x (T, K), weight (N, K) -> x weight^T (T, N), with float8 operands in each product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: OperandScaling) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.scaling = scaling
         inputs = _round(x, "e4m3", 1 if scaling.rows else None, scaling)
@@ -74,14 +74,14 @@ class _Linear(torch.autograd.Function):
         return of_inputs, (outputs.t() @ inputs).to(weight.dtype), None
 
 
-def _round(x: Tensor, name: Format, dim: int | None, scaling: Scaling) -> Tensor:
+def _round(x: Tensor, name: Format, dim: int | None, scaling: OperandScaling) -> Tensor:
     return round_to_float8(x, FORMATS[name], dim, power_of_two=scaling.power_of_two)
 
 
 class Float8Linear(nn.Linear):
     """A linear layer with float8 products; weight and bias keep their dtype."""
 
-    def __init__(self, linear: nn.Linear, scaling: Scaling) -> None:
+    def __init__(self, linear: nn.Linear, scaling: OperandScaling) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self.bias = linear.bias

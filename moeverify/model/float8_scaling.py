@@ -82,7 +82,7 @@ def measurable_scales(case: Case) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scaling(Row):
+class OperandScaling(Row):
     """Choice of operands with a scale per row instead of one scale.
 
     `rows` applies to all operands except the weight in the product for the input gradient, which
@@ -113,29 +113,29 @@ class Scaling(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _None(Scaling):
+class _None(OperandScaling):
     def find_obstacle(self, case: Case, device: str, backend: str) -> Obstacle | None:
         return None
 
 
 _RULES = (layers_of_the_reference, sizes_of_kernels, rounded_differently, measurable_scales)
 
-FLOAT8: Table[Scaling] = Table(
+FLOAT8: Table[OperandScaling] = Table(
     path="recipe.float8",
     home=__name__,
     rows={
         "none": _None(meaning="All products are in the precision of the recipe."),
-        "rowwise": Scaling(
+        "rowwise": OperandScaling(
             meaning="A scale for each row of each operand, a power of two; e4m3 alone.",
             rules=_RULES,
         ),
-        "rowwise_with_gw_hp": Scaling(
+        "rowwise_with_gw_hp": OperandScaling(
             meaning="The same, with the gradient of the weights in the precision of the recipe.",
             rules=_RULES,
             weight_rows=False,
             wide_weight_gradient=True,
         ),
-        "tensorwise": Scaling(
+        "tensorwise": OperandScaling(
             meaning="One scale for each operand; gradients are in e5m2.",
             rules=_RULES,
             gradient="e5m2",

@@ -41,7 +41,7 @@ class _Replacement(NamedTuple):
     copy: Tensor
 
 
-class _Pass:
+class _PassReplacements:
     """The replacements of one forward pass and of the backward pass through its outputs."""
 
     def __init__(self, replacements: Sequence[_Replacement]) -> None:
@@ -76,12 +76,12 @@ class _Copies:
         self._dtype = dtype
         self._ignored = ignored
         self._running: list[nn.Module] = []
-        self._pass = _Pass(())
+        self._pass = _PassReplacements(())
 
     def enter(self, module: nn.Module, inputs: object) -> None:
         """Replace the parameters of a module, unless a module around it runs."""
         if not self._running:
-            self._pass = _Pass(self._make_copies(module))
+            self._pass = _PassReplacements(self._make_copies(module))
             self._pass.begin()
         self._running.append(module)
 
@@ -96,7 +96,7 @@ class _Copies:
             pass
         if not self._running:
             self._pass.end()
-            self._pass = _Pass(())
+            self._pass = _PassReplacements(())
 
     def _make_copies(self, module: nn.Module) -> list[_Replacement]:
         copies: dict[nn.Parameter, Tensor] = {}

@@ -19,7 +19,7 @@ from moeverify.model.router import Router, RouterStats, Routing
 from moeverify.seams import seam
 
 
-class MoE(nn.Module):
+class MoELayer(nn.Module):
     """Sum over the chosen experts of weight * expert(x), plus the shared expert with optional gate.
 
     Experts and shared expert are SwiGLU, whatever the activation of dense layers. `dispatcher` may be
@@ -75,4 +75,8 @@ def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, facto
     Raises: CaseError when the backend does not support the dtype or the sizes, or is not installed.
     """
     block = EXPERTS.find(backend).build_block(hidden, spec, factory=factory)
-    return MoE(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory) if block is None else block
+    return (
+        MoELayer(hidden, spec, mlp_bias=mlp_bias, backend=backend, factory=factory)
+        if block is None
+        else block
+    )

@@ -40,7 +40,7 @@ def mix_tokens(
     return x, ffn_norm(x)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention followed by a dense or mixture-of-experts feed-forward block, each with norm and residual."""
 
     def __init__(self, spec: ReferenceModel, layer: int, *, experts: str, factory: Factory) -> None:
@@ -114,7 +114,7 @@ class Transformer(nn.Module):
         self.embed: nn.Embedding | None = embed
         self.layers = nn.ModuleDict(
             {
-                str(layer): Block(spec, layer, experts=experts, factory=factory)
+                str(layer): TransformerBlock(spec, layer, experts=experts, factory=factory)
                 for layer in range(spec.num_layers)
             }
         )

@@ -66,14 +66,14 @@ def compile_parts(model: Transformer) -> None:
     """
     import torch
 
-    from moeverify.model.moe import MoE
-    from moeverify.model.transformer import Block
+    from moeverify.model.moe import MoELayer
+    from moeverify.model.transformer import TransformerBlock
     from moeverify.parallel.padded_dispatcher import PaddedDispatcher
 
     for block in model.layers.values():
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         block.mix = torch.compile(block.mix, dynamic=False)
-        if isinstance(block.moe, MoE):
+        if isinstance(block.moe, MoELayer):
             block.moe.router.compile(dynamic=False)
             if isinstance(block.moe.dispatcher, PaddedDispatcher):
                 block.moe.dispatcher.compile()

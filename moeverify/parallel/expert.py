@@ -37,7 +37,7 @@ from moeverify.model.dispatcher import (
     unpermute,
 )
 from moeverify.model.experts import DividesExperts, Experts
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
 from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
 from moeverify.seams import seam
@@ -181,9 +181,9 @@ def local_view(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _moes(model: nn.Module) -> Iterator[MoE]:
+def _moes(model: nn.Module) -> Iterator[MoELayer]:
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoELayer):
             yield module
 
 

@@ -2,8 +2,8 @@
 
 When an expert has few rows per micro-batch, the product for its weight gradient is bound by writing the
 result. So is the following sum over micro-batches. Here the rows and their gradients are kept for several
-micro-batches, and the last one computes the summed weight gradient in one product. Sums that were rounded
-for each micro-batch are rounded once.
+micro-batches, and the last one computes the summed weight gradient in one product. It rounds the total once
+instead of the sum of each micro-batch.
 
 Notation: M rows of a micro-batch, sorted by expert, m micro-batches, E experts, F and H the dims of their
 matrices.
@@ -28,7 +28,7 @@ from moeverify.parallel.padded_dispatcher import order_by_expert
 from moeverify.seams import seam
 
 
-class Rows(NamedTuple):
+class GradientOperands(NamedTuple):
     """Operands of a weight gradient: rows (M, H), gradients (M, F) of their products, and ends (E) int32.
 
     Rows of expert e end at `ends[e]`. Rows after the last end belong to no expert.
@@ -68,7 +68,7 @@ class _Kept:
     """Rows of micro-batches whose weight gradient is pending, for one matrix per expert."""
 
     together: JoinedGradients
-    passes: list[Rows] = field(default_factory=list)
+    passes: list[GradientOperands] = field(default_factory=list)
 
 
 @seam
@@ -105,7 +105,7 @@ class _Product(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         rows, matrix, ends = ctx.saved_tensors
         grad, kept = grad.contiguous(), ctx.kept
-        kept.passes.append(Rows(rows, grad, ends))
+        kept.passes.append(GradientOperands(rows, grad, ends))
         of_matrix = None
         if ctx.needs_input_grad[1]:
             of_matrix = sum_gradients(kept.passes)
@@ -114,8 +114,8 @@ class _Product(Function):
 
 
 @seam
-def sum_gradients(passes: list[Rows]) -> Tensor:
-    """Return the sum (E, F, H) of the weight gradients of passes, all of which have equally many rows."""
+def sum_gradients(passes: list[GradientOperands]) -> Tensor:
+    """Return the sum (E, F, H) of the weight gradients of passes with equal numbers of rows."""
     if len(passes) == 1:
         ((rows, grads, ends),) = passes
         return functional.grouped_mm(grads.t(), rows, offs=ends)

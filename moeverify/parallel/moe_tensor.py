@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 from moeverify.model.router import RouterStats
 from moeverify.parallel.collectives import (
     all_gather_sum,
@@ -174,7 +174,7 @@ def _complete(stats: RouterStats, group: ProcessGroup) -> RouterStats:
     )
 
 
-def _moes(model: nn.Module) -> Iterator[MoE]:
+def _moes(model: nn.Module) -> Iterator[MoELayer]:
     for module in model.modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoELayer):
             yield module

@@ -120,7 +120,7 @@ def order_by_expert(arriving: Tensor, room: int) -> tuple[Tensor, Tensor]:
 
 def gather_copies(x: Tensor, token: Tensor, place: Tensor) -> Tensor:
     """Return x (N, H)[token] for the rows (n * C) of a buffer; `place` has the row of each copy."""
-    rows: Tensor = _GatherCopies.apply(x, token, place)  # type: ignore[no-untyped-call]
+    rows: Tensor = _GatherPadded.apply(x, token, place)  # type: ignore[no-untyped-call]
     return rows
 
 
@@ -134,7 +134,7 @@ def combine(rows: Tensor, weights: Tensor, departures: Departures) -> Tensor:
     return combined
 
 
-class _GatherCopies(Function):
+class _GatherPadded(Function):
     """A gather whose backward is a gather and a sum over k, in a fixed order on every device."""
 
     @staticmethod

@@ -36,7 +36,7 @@ from moeverify.seams import seam
 NUM_CARRIED = 2  # number of carried losses: balance and z
 
 
-class Work(Protocol):
+class StepParts(Protocol):
     """The parts of a training step that stages run around the model, such as the loss. Micro-batches count from 0."""
 
     def begin(self, stage: ModelStage, micro_batch: int) -> tuple[Tensor, Tensor]:
@@ -63,7 +63,7 @@ class ModelStage(Transformer):
         super().__init__(spec, experts=experts, dtype=dtype, device="meta")
         self.number = number
         self.num_stages = len(stages)
-        self.work: Work | None = None
+        self.work: StepParts | None = None
         # The whole model is built on meta and cut down, so that the remaining parameters keep their FQNs.
         for layer in range(spec.num_layers):
             if layer not in stages[number]:
@@ -129,7 +129,7 @@ class Pipeline:
     num_micro_batches: int
 
     @seam
-    def run(self, tokens: Tensor, work: Work) -> None:
+    def run(self, tokens: Tensor, work: StepParts) -> None:
         """Run all micro-batches forward and backward; gradients then lack only sums over other axes.
 
         Collective: all ranks of pp. Shape: tokens (rows of all micro-batches, s); only the first stage
@@ -137,7 +137,7 @@ class Pipeline:
         """
         for stage in self.stages:
             stage.work = work
-        # The schedule splits these numbers like the tokens and passes them to each stage. `Work.begin` uses
+        # The schedule splits these numbers like the tokens and passes them to each stage. `StepParts.begin` uses
         # the number to look up inputs that differ between micro-batches (positions, padding).
         numbers = torch.arange(self.num_micro_batches)
         arguments = (tokens,) if self.stages[0].is_first else ()

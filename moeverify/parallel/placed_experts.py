@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moeverify.model.expert_weights import PlacedRows
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 from moeverify.parallel.collectives import check_contiguous, sum_over
 from moeverify.parallel.expert import AllToAllDispatcher
 from moeverify.parallel.holder_groups import HolderGroup, HolderGroups, Holders
@@ -34,7 +34,7 @@ from moeverify.tools.placement.placement import Placement
 class PlacedLayer:
     """The experts of one MoE layer on this rank; `number` is its block in the model, `group` the ep group."""
 
-    moe: MoE
+    moe: MoELayer
     number: int
     buckets: tuple[Bucket, ...]
     group: ProcessGroup
@@ -139,7 +139,7 @@ def place_experts(model: nn.Module, placement: Placement, group: ProcessGroup) -
     matrices = dict(zip(placement.layers, placement.matrices, strict=True))
     placed = []
     for name, module in model.named_modules():
-        if isinstance(module, MoE):
+        if isinstance(module, MoELayer):
             number = _find_number(name)
             layer = PlacedLayer(module, number, list_buckets(matrices[number]), group)
             _shrink_parameters(layer)

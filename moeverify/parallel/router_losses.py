@@ -40,9 +40,15 @@ def losses_of_a_list(case: Case) -> Iterator[Problem]:
 def _collect_of_megablocks(model: Transformer, num_shares: int) -> Collect | None:
     if model.spec.moe is None:
         return None
-    from moeverify.parallel.megablocks import collect_own_losses  # an optional package
+    from moeverify.model.megablocks.losses import OwnLosses  # an optional package
 
-    return collect_own_losses(model, model.spec.moe, num_shares)
+    own = OwnLosses(model, model.spec.moe)
+
+    def collect() -> tuple[Tensor, Tensor]:
+        balance, z = own.collect()  # means over the tokens of this rank and micro-batch, () both
+        return balance / num_shares, z / num_shares
+
+    return collect
 
 
 @dataclass(frozen=True, kw_only=True)

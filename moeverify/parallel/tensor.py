@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from moeverify.model.mla import LatentAttention
 from moeverify.model.mlp import MLP
 from moeverify.model.norm import RMSNorm
-from moeverify.model.transformer import Block, TiedHead, Transformer
+from moeverify.model.transformer import TiedHead, Transformer, TransformerBlock
 from moeverify.parallel.collectives import copy_to, reduce_from
 from moeverify.parallel.float8 import columns, rows
 from moeverify.seams import seam
@@ -50,7 +50,7 @@ def apply_tensor_parallel(
         style = RowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
         parallelize_module(model.embed, mesh, style)
     for block in model.layers.values():
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         _parallelize_attention(block, mesh, stream)
         if block.mlp is not None:
             parallelize_mlp(block.mlp, mesh, stream)
@@ -77,7 +77,7 @@ def parallelize_mlp(mlp: MLP, mesh: DeviceMesh, stream: Placement) -> None:
     _apply(mlp, mesh, plan)
 
 
-def _parallelize_attention(block: Block, mesh: DeviceMesh, stream: Placement) -> None:
+def _parallelize_attention(block: TransformerBlock, mesh: DeviceMesh, stream: Placement) -> None:
     if isinstance(block.attention, LatentAttention):
         _parallelize_latent(block.attention, mesh, stream)
         return
@@ -160,7 +160,7 @@ def partial_parameters(model: Transformer, *, sequence_parallel: bool) -> list[T
     """
     found: list[Tensor] = []
     for block in model.layers.values():
-        assert isinstance(block, Block)
+        assert isinstance(block, TransformerBlock)
         heads = block.attention
         norms = () if isinstance(heads, LatentAttention) else (heads.q_norm, heads.k_norm)
         for norm in norms:

@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--moeverify-device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="On what the ranks compute; auto takes CUDA when there is a GPU.",
+        help="Device on which the ranks compute; auto takes CUDA if there is a GPU.",
     )
     group.addoption(
         "--moeverify-timeout",
@@ -46,13 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--moeverify-goldens",
         type=Path,
         metavar="DIR",
-        help="Where the goldens are that belong to the cases. Default: golden/ in pytest's root folder.",
+        help="Folder with the goldens of the cases. Default: golden/ in pytest's root folder.",
     )
     group.addoption(
         "--moeverify-cache",
         type=Path,
         metavar="DIR",
-        help="Where full tensors of goldens are kept; they can be made again.",
+        help="Folder for full tensors of goldens; they can be made again.",
     )
     group.addoption(
         "--moeverify-allow-undecided",

@@ -12,7 +12,7 @@ from moeverify.results.bisection import Bisection, Commit
 
 
 def render_bisection(result: Bisection, console: Console) -> None:
-    """Print the first bad commit with its verdict, or the commits of which one is it."""
+    """Print the first bad commit with its verdict, or the candidates for it."""
     for label, text in _list_facts(result):
         print_fact(console, label, text, indent=0)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moeverify.report.explanation import Numbered, number_findings
+from moeverify.report.failed_ranks import find_reason
 from moeverify.report.next_steps import Kept, advise
 from moeverify.report.sorting import count_verdicts
-from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
 from moeverify.results.culprit import Culprit

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moeverify.report.failed_ranks import group_ranks
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.numbers import format_ranks
 from moeverify.report.sorting import order_findings
-from moeverify.report.stacks import group_ranks
 from moeverify.report.words.cause import (
     describe_cause,
     describe_evidence,

@@ -12,7 +12,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Meeting:
+class PendingCollective:
     """One collective: the records of the ranks that issued it, and the ranks they still wait for."""
 
     records: Mapping[int, CollectiveRecord]
@@ -30,7 +30,7 @@ class Meeting:
         return len({record.signature for record in records if not record.is_point_to_point}) > 1
 
 
-def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meeting]:
+def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[PendingCollective]:
     """Return the collectives of all ranks in one order that preserves the order of each rank.
 
     A collective is emitted once all ranks that issued it have reached it. If ranks wait for each other in a
@@ -53,7 +53,7 @@ def align_records(traces: Mapping[int, Sequence[CollectiveRecord]]) -> list[Meet
         for key in ready:
             ahead[key] -= len(heads[key])
             records = {rank: queues[rank].popleft() for rank in heads[key]}
-            meetings.append(Meeting(records, _find_missing(records, traces)))
+            meetings.append(PendingCollective(records, _find_missing(records, traces)))
     return meetings
 
 
@@ -61,14 +61,7 @@ def _identify(rank: int, record: CollectiveRecord) -> Key:
     """Return the key that all ranks of one collective share, even if they issued different operations."""
     if not record.is_point_to_point:
         return record.group_name, record.group, record.sequence
-    return record.group_name, record.group, record.sequence, frozenset((rank, *_list_members(record)))
-
-
-def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
-    """Return the global ranks that a record needs; empty for a receive from any source."""
-    if not record.is_point_to_point:
-        return record.group
-    return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
+    return record.group_name, record.group, record.sequence, frozenset((rank, *record.needed_ranks))
 
 
 def _find_missing(
@@ -79,7 +72,7 @@ def _find_missing(
     return frozenset(
         member
         for rank, record in waiting
-        for member in _list_members(record)
+        for member in record.needed_ranks
         if member != rank and member not in records and not _has_passed(rank, record, member, traces)
     )
 

@@ -107,7 +107,7 @@ def write_mutants(
         "# Bugs made by machine",
         "",
         f"Made by `{command}` with {known}.",
-        f"There are {counts[0]} mutants; {counts[1]} change what none of the layouts here executes, and of the "
+        f"There are {counts[0]} mutants; {counts[1]} change code that none of the layouts here executes, and of the "
         f"others {len(rows)} were chosen by the seed and run.",
         "[How mutants are made and judged](../diagnosis.md#mutants).",
         "",

@@ -52,7 +52,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     if case.saver_file or case.saved_by:
         return _advise_pair(case, command, kept.folder)
     if not case.file:  # created from Python: no command repeats it
-        return [("moeverify doctor", "what this machine can do")] if case.verdict == "error" else steps
+        return [("moeverify doctor", "the abilities of this machine")] if case.verdict == "error" else steps
     if kept.run is not None and case.verdict == "mismatch":
         explain = f"moeverify explain {shlex.quote(str(kept.run))} {number}"
         steps.append((explain, "the evidence of the first finding"))
@@ -64,7 +64,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
     if kept.folder is None:
         place = shlex.quote(f"runs/{case.name}")
         again = f"moeverify run {select}{_keep_options(command, _KEPT)} --out {place}"
-        steps.append((again, "repeat it alone and keep all of it"))
+        steps.append((again, "repeat it alone and keep all results"))
     else:
         run, page = (shlex.quote(str(path)) for path in (kept.folder, kept.folder / "report.html"))
         steps.append((f"moeverify report {run} --html {page}", "all findings on a page"))
@@ -78,7 +78,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
             (f"moeverify mesh {select}{_keep_options(command, ('--set',))}", "which rank holds what")
         )
     else:
-        steps.append(("moeverify doctor", "what this machine can do"))
+        steps.append(("moeverify doctor", "the abilities of this machine"))
     return steps
 
 
@@ -89,7 +89,7 @@ def _advise_pair(case: CaseResult, command: str, folder: Path | None) -> list[tu
         return []
     again = f"moeverify reshard {shlex.join(files)}{_keep_options(command, _KEPT)}"
     if folder is None:
-        return [(f"{again} --out runs/reshard", "repeat it with few others and keep all of it")]
+        return [(f"{again} --out runs/reshard", "repeat it with few others and keep all results")]
     return [(again, "repeat it with few others")]
 
 

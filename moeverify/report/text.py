@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.console import STYLES, choose_box, print_fact, print_lines, print_table, style_verdict
+from moeverify.report.failed_ranks import RankGroup, cut_stack, find_problems, group_ranks
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import render_matrices
 from moeverify.report.next_steps import Kept, advise, name_rest
@@ -25,7 +26,6 @@ from moeverify.report.sorting import (
     group_texts,
     order_findings,
 )
-from moeverify.report.stacks import RankGroup, cut_stack, find_problems, group_ranks
 from moeverify.report.words.run import describe_goldens, list_notes
 from moeverify.results.finding import Finding, Verdict
 from moeverify.results.run import CaseResult, RunResult
@@ -211,7 +211,7 @@ def _render_findings(case: CaseResult, console: Console, kept: Kept) -> None:
     if num_left_out > 0:
         where = name_rest(case, kept)
         num_followers = len(findings) - len(origins) if origins else 0
-        which = f", {num_followers} of them follow from what is above" if num_followers else ""
+        which = f", {num_followers} of them follow from the findings above" if num_followers else ""
         console.print()
         print_lines(console, Text(f"  and {format_count(num_left_out, 'more finding')}{which}: {where}"))
 

@@ -69,7 +69,10 @@ class CheckName(StrEnum):
 
     LOADED = "loaded", "a loaded state against the one that was saved, bit for bit"
     INITIAL_STATE = "initial state", "weights and buffers before step 0, bit for bit"
-    GATHERED_WEIGHTS = "gathered weights", "what FSDP gathers is what the ranks store, bit for bit"
+    GATHERED_WEIGHTS = (
+        "gathered weights",
+        "the weights that FSDP gathers equal the stored weights, bit for bit",
+    )
     DATA = "data", "the tokens, positions, masks and labels that every rank read, in each micro-batch"
     FLOAT8 = "float8", "scales, numbers and products in float8, computed again from the rank's own operands"
     ROUTING = "routing", "which experts each token chose, and their counts"
@@ -83,7 +86,7 @@ class CheckName(StrEnum):
     )
     MODULES = (
         "modules",
-        "below 32 bits, each module of a user's model computed again by one device's from the rank's own inputs",
+        "below 32 bits, each module of a user's model, computed again on one device from the rank's own inputs",
     )
     ROUTER = "router", "experts, weights and counts, computed again in float64 from the router's own input"
     LOSS = "loss", "each token's cross entropy, and the losses of the batch"
@@ -94,7 +97,7 @@ class CheckName(StrEnum):
     OBJECTIVE = "objective", "the losses, computed again from the ranks' own token losses and router inputs"
     ROUTER_GRADIENT = (
         "router gradient",
-        "what the balance and z losses send back into each router, and what it makes of it",
+        "the gradients of the balance and z losses in each router, and of the router's weight",
     )
     CALLS = (
         "order of calls",
@@ -103,7 +106,7 @@ class CheckName(StrEnum):
     GRADIENT = "gradient", "every parameter's gradient before the clip"
     GRADIENT_SUM = (
         "gradient sum",
-        "gradients of linear layers and norms, summed again from what all ranks had: in float8, or on request",
+        "gradients of linear layers and norms, summed again over all ranks: in float8, or on request",
     )
     GRADIENT_NORM = "gradient norm", "the global norm and the clip coefficient"
     CLIP = "clip", "the norm and the clip coefficient, computed again from the ranks' own gradients"
@@ -116,11 +119,11 @@ class CheckName(StrEnum):
     BUFFERS = "buffers", "the routers' selection bias"
     REBOUND = (
         "rebound",
-        "modules have the tensors that the optimizer trains and a checkpoint saves: told where one has not",
+        "every module has the tensors that the optimizer trains and a checkpoint saves",
     )
     REPLICAS = "replicas", "ranks that hold the same part of a tensor hold the same bits"
     COVERAGE = "coverage", "the ranks together hold every element of every tensor of the golden"
-    SHARDING = "sharding", "every axis of the layout divides what it is there to divide"
+    SHARDING = "sharding", "every axis of the layout shards the tensors that it claims to shard"
     REPEAT = "repeat", "a second run of the same layout gives the same bits"
     TRACE = "trace", "the ranks of every group issue the same collectives in the same order"
     PRECISION = (

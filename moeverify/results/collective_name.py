@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Collective(StrEnum):
+class CollectiveName(StrEnum):
     """The collectives of `moeverify comm`, with the names that torch.distributed uses."""
 
     ALL_TO_ALL = "all_to_all"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moeverify.results.collective_name import Collective
+from moeverify.results.collective_name import CollectiveName
 from moeverify.results.record import Record
 
 
@@ -46,13 +46,13 @@ class Transfer(Record):
     this size.
     """
 
-    collective: Collective
+    collective: CollectiveName
     source: int = 0
     padded_to: int = 0
     ranks: tuple[RankTransfer, ...]
 
 
-class RankValues(Record):
+class RankOutput(Record):
     """The output of one rank. `input_gradient` is None if no backward pass ran."""
 
     rank: int
@@ -65,7 +65,7 @@ class CollectiveRun(Record):
     """A transfer and the output of each rank, in rank order."""
 
     transfer: Transfer
-    values: tuple[RankValues, ...]
+    values: tuple[RankOutput, ...]
     environment: dict[str, str]
 
     @property

@@ -8,7 +8,7 @@ from typing import Literal
 from moeverify.results.record import Record
 
 
-class Batch(StrEnum):
+class BatchField(StrEnum):
     """The parts of a micro-batch, in the order in which a step reads them."""
 
     TOKENS = "tokens"
@@ -58,7 +58,7 @@ class Misread(Record):
     `num_wrong` of `num_elements` elements differ from the rank's own share.
     """
 
-    batch: Batch
+    batch: BatchField
     step: int
     micro_batch: int
     num_micro_batches: int
@@ -83,5 +83,5 @@ class DataFacts(Record):
 
     about: Literal["data"] = "data"
     read: tuple[MisreadOnRank, ...]
-    also: tuple[Batch, ...] = ()
+    also: tuple[BatchField, ...] = ()
     num_more: int = 0

@@ -97,7 +97,7 @@ class ShardingFacts(Record):
     is_misplaced: bool = False
 
 
-class Use(StrEnum):
+class DtypeUse(StrEnum):
     """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
 
     `NARROW` is a module of one device that computes below float64 in a float64 recipe, and `UNREPRODUCED` one
@@ -126,7 +126,7 @@ class DtypeFacts(Record):
     """
 
     about: Literal["dtype"] = "dtype"
-    use: Use
+    use: DtypeUse
     module: str
     dtype: str
     wanted: str

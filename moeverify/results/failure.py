@@ -15,7 +15,7 @@ from moeverify.results.record import Record
 from moeverify.results.trace import CollectiveRecord
 
 
-class End(StrEnum):
+class EndKind(StrEnum):
     """The way in which a rank ended a failed job."""
 
     RAISED = "raised"  # an exception, `error`
@@ -61,28 +61,28 @@ class Waiting(Record):
 
 RankState = Literal["raised", "killed", "hung", "stopped", "lost"]
 
-STATES: Mapping[End, RankState] = {
-    End.RAISED: "raised",
-    End.BROKE_OFF: "stopped",
-    End.KILLED: "killed",
-    End.CRASHED: "killed",
-    End.EXITED: "lost",
-    End.LEFT: "lost",
-    End.OVER_TIME: "hung",
-    End.HOLDS_LOCK: "hung",
-    End.FROZEN: "hung",
-    End.STOPPED: "stopped",
-    End.SIGNALLED: "stopped",
-    End.STOPPED_WITH_LAUNCH: "stopped",
-    End.GONE: "lost",
-    End.SILENT: "lost",
+STATES: Mapping[EndKind, RankState] = {
+    EndKind.RAISED: "raised",
+    EndKind.BROKE_OFF: "stopped",
+    EndKind.KILLED: "killed",
+    EndKind.CRASHED: "killed",
+    EndKind.EXITED: "lost",
+    EndKind.LEFT: "lost",
+    EndKind.OVER_TIME: "hung",
+    EndKind.HOLDS_LOCK: "hung",
+    EndKind.FROZEN: "hung",
+    EndKind.STOPPED: "stopped",
+    EndKind.SIGNALLED: "stopped",
+    EndKind.STOPPED_WITH_LAUNCH: "stopped",
+    EndKind.GONE: "lost",
+    EndKind.SILENT: "lost",
 }
 
 
 class RankEnd(Record):
     """The end of one rank. The fields that are set depend on `how`. Units: `timeout` in seconds."""
 
-    how: End
+    how: EndKind
     error: str = ""
     signal: int | None = None
     status: int | None = None

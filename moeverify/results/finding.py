@@ -13,7 +13,7 @@ from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
 from moeverify.results.facts import CheckFacts, Facts, names_operation
 from moeverify.results.observation import DiagnosisFailed, NoValues, Observation
-from moeverify.results.place import CallSite, Place
+from moeverify.results.place import Place, UserCall
 from moeverify.results.record import Record
 from moeverify.results.step_facts import RecomputedFacts
 
@@ -170,7 +170,7 @@ class Finding(Record):
     unexplained: tuple[str, ...] = ()
     observations: tuple[Observation, ...] = ()
     place: Place | None = None
-    sites: tuple[CallSite, ...] = ()
+    sites: tuple[UserCall, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()
     culprit: Culprit | None = None

@@ -70,7 +70,7 @@ Interval = tuple[float, float]
 """Start and duration of an activity. Units: seconds; the start counts from the beginning of the step."""
 
 
-class Work(Record):
+class KernelTime(Record):
     """One kind of work in a profiled step: the number of GPU kernels or CPU operators, and their time."""
 
     kind: str
@@ -139,7 +139,7 @@ class Measurement(Record):
     in_micro_batches: Operations | None = None
     in_update: Operations | None = None
     traffic: tuple[Traffic, ...] = ()
-    work: tuple[Work, ...] = ()
+    work: tuple[KernelTime, ...] = ()
     profile: tuple[RankStep, ...] = ()
     roofline: Roofline | None = Field(
         default=None, validation_alias=AliasChoices("roofline", "floors"), serialization_alias="floors"

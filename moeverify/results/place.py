@@ -25,7 +25,7 @@ class Stage(StrEnum):
     LOAD = "load"
 
 
-class CallSite(Record):
+class UserCall(Record):
     """A line of the user's code (file:line), and the call there, such as `backward`."""
 
     name: str

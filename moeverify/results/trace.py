@@ -42,3 +42,10 @@ class CollectiveRecord(Record):
     def is_point_to_point(self) -> bool:
         """Return whether it is a message between two ranks, not a collective of the whole group."""
         return self.op in ("send", "recv")
+
+    @property
+    def needed_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks that must take part; empty for a receive from any source."""
+        if not self.is_point_to_point:
+            return self.group
+        return (self.group[self.peer],) if 0 <= self.peer < len(self.group) else ()

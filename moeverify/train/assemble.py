@@ -40,7 +40,7 @@ from moeverify.train.data import Share, whole_share
 from moeverify.train.engine import PlainEngine, PreparedEngine
 from moeverify.train.initial_weights import load_initial
 from moeverify.train.micro_batch_graph import MicroBatchGraphs
-from moeverify.train.objective import Sums
+from moeverify.train.objective import GroupSums
 from moeverify.train.optimizer import build_model_optimizer
 from moeverify.train.parallelize_custom import MESH_AXES, ParallelizedCustomModel, parallelize_custom
 from moeverify.train.program import Program, RunMicroBatches, compute_dtype_of, dtype_of
@@ -246,7 +246,7 @@ def shapes_of(recipe: Recipe, layout: Layout) -> Shapes:
     )
 
 
-def sums_of(layout: Layout, meshes: Meshes) -> Sums:
+def sums_of(layout: Layout, meshes: Meshes) -> GroupSums:
     """Return the sums of integers over the ranks of this layout."""
 
     def over(*axes: str) -> partial[Tensor] | None:
@@ -255,8 +255,8 @@ def sums_of(layout: Layout, meshes: Meshes) -> Sums:
 
     batch, sequence = over("loss"), over("cp")
     tokens = over("loss", "tp") if layout.slices_tokens else batch
-    default = Sums()
-    return Sums(
+    default = GroupSums()
+    return GroupSums(
         over_batch=batch or default.over_batch,
         over_sequence=sequence or default.over_sequence,
         over_tokens=tokens or default.over_tokens,
@@ -291,7 +291,7 @@ def fill_shards(spec: ReferenceModel, seed: int, precision: str, model: nn.Modul
         fill_one(spec, seed, shard, dtype)
 
 
-@unseen  # two dozen operators of a hash for each tensor, of which a recorder would keep every value
+@unseen  # a hash takes two dozen operators per tensor, and a recorder would keep all of their values
 def _draw(spec: ReferenceModel, seed: int, shard: LocalShard, device: torch.device) -> Tensor:
     """Return the initial values of the elements of a shard, in float64."""
     index = shard.region.flat_index(device=device)

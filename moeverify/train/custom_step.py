@@ -23,7 +23,7 @@ from moeverify.cases.suggest import suggest
 from moeverify.errors import CaseError, Problem
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.placement import local_part
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.hooks import install
 from moeverify.train.calls.listener import Listener, find_site, to_float
 from moeverify.train.clipping import clip_coefficient
@@ -66,7 +66,7 @@ class CustomStep:
         self, target: str, *, mesh: DeviceMesh | None = None, finish: Callable[[], object] | None = None
     ) -> None:
         self.target = target
-        self.calls: dict[int, tuple[Call, ...]] = {}
+        self.calls: dict[int, tuple[LoopCall, ...]] = {}
         self.rates: dict[int, float] = {}
         self._function = resolve(target, PATH)
         self._mesh = mesh
@@ -125,7 +125,7 @@ class CustomStep:
         trace.reported |= reported
         return trace
 
-    def _check_steps(self, num_steps: int, num_micro_batches: int, calls: Sequence[Call]) -> None:
+    def _check_steps(self, num_steps: int, num_micro_batches: int, calls: Sequence[LoopCall]) -> None:
         if num_steps == 1:
             return
         sites = dict.fromkeys(call.site for call in calls if call.name == "optimizer step")
@@ -145,7 +145,7 @@ class _StepListener(Listener):
     def __init__(self, number: int, optimizer: Optimizer, shards: Sequence[LocalShard]) -> None:
         super().__init__()
         self._number = number
-        self.calls: list[Call] = []
+        self.calls: list[LoopCall] = []
         self.num_steps = 0
         self.rates: dict[int, float] = {}
         self._optimizer = optimizer
@@ -237,7 +237,7 @@ class _StepListener(Listener):
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     def _add(self, name: str, *, discarded: float = 0.0, kept: float = 0.0) -> None:
-        call = Call(step=self._number, name=name, site=find_site(), discarded=discarded, kept=kept)
+        call = LoopCall(step=self._number, name=name, site=find_site(), discarded=discarded, kept=kept)
         self.calls.append(call)
 
 
@@ -273,7 +273,7 @@ def _read_parameters(function: Callable[..., Any], target: str) -> frozenset[str
         signature.bind(*POSITIONAL, **dict.fromkeys(takes))
     except TypeError as error:
         message = f"`{target}{signature}` cannot be called as step({', '.join(POSITIONAL)}): {error}"
-        remedy = f"take these three, and of {', '.join(OFFERED)} what you need, by name"
+        remedy = f"take these three, and any of {', '.join(OFFERED)} by name"
         raise _refuse(message, remedy) from None
     return takes
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from moeverify.cases.schema import CustomModel, Recipe
 from moeverify.errors import CaseError, Problem
-from moeverify.train.data import IGNORED, Batch, Share, make_batch
+from moeverify.train.data import IGNORED, MicroBatch, Share, make_batch
 from moeverify.train.forward import cross_entropy
 from moeverify.train.gradient_parts import differentiate
 from moeverify.train.initial_weights import load_named
@@ -38,7 +38,7 @@ def call_factory(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> A
 
 
 class CustomSubject:
-    """A model built by `factory(**arguments)`; see `moeverify.train.subject.Subject`.
+    """A model built by `factory(**arguments)`; see `moeverify.train.subject.TestedModel`.
 
     Its routers are unknown, so their routing is not replayed; see `moeverify.train.near_ties`.
     """
@@ -74,12 +74,12 @@ class CustomSubject:
         """Return the reference routers that a user's model contains, if any."""
         return find_routers(model)
 
-    def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
+    def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the synthetic batch."""
         return make_batch(self.recipe.data, self.model.vocab_size, self.recipe.seed, step, share, device)
 
     def compute_losses(
-        self, run: Run, batch: Batch, normalizers: Normalizers
+        self, run: Run, batch: MicroBatch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
         """Return the user's loss as `lm` with its named terms, and the loss per token if available."""
         terms = self.compute_own_terms(run, batch, batch.targets)
@@ -98,16 +98,16 @@ class CustomSubject:
         """Return the context in which torch's operators accept the float64 of a golden."""
         return WideOperators()
 
-    def split_gradient(self, run: Run, batch: Batch) -> CustomParts:
+    def split_gradient(self, run: Run, batch: MicroBatch) -> CustomParts:
         """Return the parts of the gradient by the loss's named terms, or one part `lm` without names."""
         return CustomParts(self, run, batch)
 
-    def compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
+    def compute_own_terms(self, run: Run, batch: MicroBatch, targets: Tensor) -> dict[str, Tensor]:
         """Return the loss terms by name: per token (M, s), or summed over the valid tokens, ()."""
         with self._named_precision():
             return self._compute_own_terms(run, batch, targets)
 
-    def _compute_own_terms(self, run: Run, batch: Batch, targets: Tensor) -> dict[str, Tensor]:
+    def _compute_own_terms(self, run: Run, batch: MicroBatch, targets: Tensor) -> dict[str, Tensor]:
         if self.model.loss is None:
             logits = _read_logits(run.model(batch.tokens), batch)
             if isinstance(logits, DTensor) and run.loss_context is nullcontext:
@@ -135,7 +135,7 @@ class CustomSubject:
 
     @contextmanager
     def _named_precision(self) -> Iterator[None]:
-        """Convert an operator's error about float64, such as that of grouped_mm, into advice on precision."""
+        """Convert an operator's error about float64, such as an error of grouped_mm, into advice on precision."""
         try:
             yield
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -149,7 +149,7 @@ class CustomSubject:
 class CustomParts:
     """The parts of a custom model's gradient; see `moeverify.train.subject.GradientParts`."""
 
-    def __init__(self, subject: CustomSubject, run: Run, batch: Batch) -> None:
+    def __init__(self, subject: CustomSubject, run: Run, batch: MicroBatch) -> None:
         self.subject = subject
         self.run = run
         self.batch = batch
@@ -184,7 +184,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return converted
 
 
-def _read_logits(output: Any, batch: Batch) -> Tensor:
+def _read_logits(output: Any, batch: MicroBatch) -> Tensor:
     """Return the logits (M, s, V) from a user's model: its output, or the output's `logits` attribute."""
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):

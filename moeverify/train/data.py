@@ -43,7 +43,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Batch:
+class MicroBatch:
     """One micro-batch: tokens, targets, positions (M, s) int64; valid (M, s) bool; row_valid (M) int64."""
 
     share: Share
@@ -61,7 +61,7 @@ def whole_share(data: Data) -> Share:
 
 def make_batch(
     data: Data, vocab_size: int, seed: int, step: int, share: Share, device: torch.device
-) -> Batch:
+) -> MicroBatch:
     """Return this share of the global batch at a step, on `device`.
 
     `row_valid` counts the valid tokens of each row over all positions, including those that other ranks
@@ -77,7 +77,7 @@ def make_batch(
     row_valid = _valid_lengths(data, seed, step, rows)
     valid = positions[None, :] < row_valid[:, None]
     targets = text[:, 1:][:, positions].masked_fill(~valid, IGNORED)
-    return Batch(
+    return MicroBatch(
         share,
         text[:, :-1][:, positions].contiguous(),
         targets.contiguous(),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from moeverify.cases.schema import MoE, Recipe
 from moeverify.model.transformer import ModelOutput
 from moeverify.seams import seam
-from moeverify.train.data import IGNORED, Batch
+from moeverify.train.data import IGNORED, MicroBatch
 from moeverify.train.objective import Losses, Normalizers, router_losses
 from moeverify.train.program import Program
 from moeverify.train.subject import Run
@@ -21,7 +21,7 @@ from moeverify.train.subject import Run
 
 @seam
 def compute_losses(
-    recipe: Recipe, program: Program, batch: Batch, normalizers: Normalizers
+    recipe: Recipe, program: Program, batch: MicroBatch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:
     """Return this rank's part of each loss, and the detached cross entropy of each token (M, s).
 
@@ -31,7 +31,7 @@ def compute_losses(
 
 
 def reference_losses(
-    moe: MoE | None, run: Run, batch: Batch, normalizers: Normalizers
+    moe: MoE | None, run: Run, batch: MicroBatch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:
     """Return the losses of the reference model, as `compute_losses` does; `moe` is None for a dense model."""
     output: ModelOutput = run.model(batch.tokens, batch.positions, batch.valid)

@@ -12,9 +12,9 @@ from moeverify.cases.schema import MoE
 from moeverify.model.router import RouterStats
 from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.train.data import IGNORED, Batch
+from moeverify.train.data import IGNORED, MicroBatch
 from moeverify.train.forward import cross_entropy
-from moeverify.train.objective import Normalizers, Sums, router_losses
+from moeverify.train.objective import GroupSums, Normalizers, router_losses
 from moeverify.train.subject import Run, Vector
 
 
@@ -43,7 +43,7 @@ class ReferenceParts:
     Shapes: masks (B, S); the batch is whole.
     """
 
-    def __init__(self, run: Run, moe: MoE | None, batch: Batch, num_rows: int) -> None:
+    def __init__(self, run: Run, moe: MoE | None, batch: MicroBatch, num_rows: int) -> None:
         self.run = run
         self.moe = moe
         self.batch = batch
@@ -65,7 +65,7 @@ class ReferenceParts:
             RouterStats(part.probability_sum, counts, part.z_sum)
             for part, counts in zip(output.routers, self.counts, strict=True)
         ]
-        balance, z = router_losses(self.moe, stats, self.batch, self.normalizers, Sums())
+        balance, z = router_losses(self.moe, stats, self.batch, self.normalizers, GroupSums())
         terms = {"balance": balance, "z": z}
         return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 

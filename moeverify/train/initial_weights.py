@@ -20,7 +20,7 @@ from moeverify.tools.weights.description import CONFIG, Description, read_config
 from moeverify.tools.weights.load import load_weights
 
 _REMEDY = (
-    "let `model` describe what is there; `moeverify convert --drop` writes a folder without some tensors"
+    "let `model` describe these weights; `moeverify convert --drop` writes a folder without some tensors"
 )
 
 

@@ -29,7 +29,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.custom_step import CustomStep, StepTrace
-from moeverify.train.data import Batch, Share
+from moeverify.train.data import MicroBatch, Share
 from moeverify.train.exchange import exchange_experts
 from moeverify.train.forward import compute_losses
 from moeverify.train.near_ties import NearTies, follow_near_ties
@@ -151,7 +151,7 @@ def _name(shards: Sequence[LocalShard]) -> list[tuple[str, Tensor, Region]]:
 
 
 def _run_custom_step(
-    custom: CustomStep, state: TrainingState, batches: Sequence[Batch], normalizers: Normalizers
+    custom: CustomStep, state: TrainingState, batches: Sequence[MicroBatch], normalizers: Normalizers
 ) -> StepTrace:
     program = state.program
     with program.loss_context():
@@ -178,7 +178,7 @@ def _observe_custom_step(program: Program, observer: Observer, step: int, trace:
             observer.observe(step, Kind.GRADIENT_NORM, name, trace.reported[key], SCALAR)
 
 
-def make_batches(recipe: Recipe, program: Program, step: int) -> list[Batch]:
+def make_batches(recipe: Recipe, program: Program, step: int) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step."""
     shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
     return [program.subject.make_batch(step, share, program.device) for share in shares]

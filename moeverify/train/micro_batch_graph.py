@@ -26,7 +26,7 @@ from moeverify.model.router import RouterRecord
 from moeverify.parallel.fsdp2_gather import gather
 from moeverify.parallel.regions.placement import local_part
 from moeverify.seams import seam
-from moeverify.train.data import Batch
+from moeverify.train.data import MicroBatch
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Losses, Normalizers
 from moeverify.train.program import MicroBatchResult, Program, StepInputs
@@ -135,10 +135,10 @@ class _Shown:
     records: Sequence[RouterRecord]
 
 
-class _Slot:
+class _GraphTensors:
     """The input and output tensors of one micro-batch in a graph."""
 
-    def __init__(self, inputs: StepInputs, batch: Batch) -> None:
+    def __init__(self, inputs: StepInputs, batch: MicroBatch) -> None:
         self._batch = replace(batch, **{name: getattr(batch, name).clone() for name in _INPUTS})
         self._routers = inputs.program.routers
         self._ids: list[Tensor | None] = [None] * len(self._routers)
@@ -147,7 +147,7 @@ class _Slot:
             self._ids = [None if ids is None else ids.clone() for ids in self._find_routing()]
         self._shown: _Shown | None = None
 
-    def fill(self, inputs: StepInputs, batch: Batch) -> None:
+    def fill(self, inputs: StepInputs, batch: MicroBatch) -> None:
         """Copy a micro-batch and its replayed routing into the graph's inputs."""
         for name in _INPUTS:
             getattr(self._batch, name).copy_(getattr(batch, name))
@@ -164,7 +164,7 @@ class _Slot:
             router.module.replay = ids
         self._shown = run_passes(inputs, run, self._batch, normalizers)
 
-    def show(self, batch: Batch) -> MicroBatchResult:
+    def show(self, batch: MicroBatch) -> MicroBatchResult:
         """Return copies of the last launch's results; routers then hold the records of the micro-batch."""
         shown = self._shown
         assert shown is not None
@@ -174,7 +174,7 @@ class _Slot:
         copied = Losses(losses.lm.clone(), losses.balance.clone(), losses.z.clone())
         return MicroBatchResult(batch, copied, None if shown.token_loss is None else shown.token_loss.clone())
 
-    def _give_routing(self, inputs: StepInputs, batch: Batch) -> None:
+    def _give_routing(self, inputs: StepInputs, batch: MicroBatch) -> None:
         assert inputs.ids is not None
         replay(inputs.recipe, self._routers, batch, inputs.ids, inputs.step, inputs.program.device)
 
@@ -185,10 +185,10 @@ class _Slot:
 class _Graph:
     """The passes of one or several micro-batches, captured on copies of their inputs."""
 
-    def __init__(self, inputs: StepInputs, batches: Sequence[Batch], weights: FixedWeights) -> None:
+    def __init__(self, inputs: StepInputs, batches: Sequence[MicroBatch], weights: FixedWeights) -> None:
         program = inputs.program
         self._normalizers = replace(inputs.normalizers, num_valid=inputs.normalizers.num_valid.clone())
-        self._slots = [_Slot(inputs, batch) for batch in batches]
+        self._slots = [_GraphTensors(inputs, batch) for batch in batches]
         run = replace(program, model=_Model(program.model, weights.parameters))
 
         def passes() -> None:
@@ -199,7 +199,7 @@ class _Graph:
 
         self._launch = capture(passes, program.device)
 
-    def launch(self, inputs: StepInputs, batches: Sequence[Batch]) -> Iterator[MicroBatchResult]:
+    def launch(self, inputs: StepInputs, batches: Sequence[MicroBatch]) -> Iterator[MicroBatchResult]:
         """Run the passes of micro-batches, and yield each result while routers hold its records."""
         for slot, batch in zip(self._slots, batches, strict=True):
             slot.fill(inputs, batch)
@@ -209,7 +209,7 @@ class _Graph:
             yield slot.show(batch)
 
 
-def run_passes(inputs: StepInputs, run: Program, batch: Batch, normalizers: Normalizers) -> _Shown:
+def run_passes(inputs: StepInputs, run: Program, batch: MicroBatch, normalizers: Normalizers) -> _Shown:
     """Run one micro-batch forward and backward without FSDP2's hooks, and return its results."""
     with _without_hooks(inputs.program.model):
         losses, token_loss = compute_losses(inputs.recipe, run, batch, normalizers)

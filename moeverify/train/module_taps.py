@@ -3,7 +3,7 @@
 A tap reads every floating-point tensor that a module takes or returns, by position or name, during one
 step. The tensor must run along the tokens of the batch: (rows, positions, ...), or (tokens, n) in
 mixture-of-experts modules. On request it also reads other tensors (rows, n), such as token copies sorted by
-expert. It does not read these inside the reference `MoE`, whose dispatchers are tapped instead.
+expert. It does not read these inside the reference `MoELayer`, whose dispatchers are tapped instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction, Overlapping
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 from moeverify.parallel.float8 import unpack
 from moeverify.parallel.pipeline import ModelStage
 from moeverify.parallel.regions.local_shard import logical_name
@@ -100,7 +100,7 @@ class Tap:
     def reading(self) -> Iterator[None]:
         """Read while the context is open."""
         handles: list[RemovableHandle] = []
-        dispatchers: dict[MoE, Dispatcher] = {}
+        dispatchers: dict[MoELayer, Dispatcher] = {}
         root: nn.Module = self._model
         for name, module in self._model.named_modules():
             if isinstance(module, ModelStage):
@@ -108,7 +108,7 @@ class Tap:
             pre_hook = self._make_pre_hook(logical_name(name), root)
             handles.append(module.register_forward_pre_hook(unseen(pre_hook), with_kwargs=True))
             handles.append(module.register_forward_hook(unseen(self._make_hook(logical_name(name), root))))
-            if isinstance(module, MoE):
+            if isinstance(module, MoELayer):
                 dispatchers[module] = module.dispatcher
                 module.dispatcher = tap_dispatcher(
                     module.dispatcher, self._make_edge(logical_name(name), root)

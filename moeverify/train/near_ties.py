@@ -64,7 +64,7 @@ class NearTies(PassMode):
         self._step = 0
 
     def begin_step(self, step: int) -> None:
-        """Begin a step: its choices are those of the same step of the golden."""
+        """Begin a step: its choices come from the same step of the golden."""
         self._step, self._room = step, _MOST_ELEMENTS
         self._known, self._kept = {}, {}
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from moeverify.cases.schema import MoE
 from moeverify.model.router import RouterStats
 from moeverify.seams import seam
-from moeverify.train.data import Batch
+from moeverify.train.data import MicroBatch
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -35,7 +35,7 @@ def keep(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sums:
+class GroupSums:
     """Functions that sum a tensor over groups of ranks.
 
     `over_batch`: ranks whose losses add up. `over_sequence`: ranks with other positions of the same rows.
@@ -87,7 +87,7 @@ class Losses:
 
 
 @seam
-def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
+def count_valid(batches: Sequence[MicroBatch], sums: GroupSums, num_rows: int) -> Normalizers:
     """Return the normalizers of a step for this rank's micro-batches. Collective: all ranks of the loss."""
     local = torch.stack([batch.valid.sum() for batch in batches]).sum()
     return Normalizers(sums.over_batch(local), num_rows)
@@ -95,7 +95,11 @@ def count_valid(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normaliz
 
 @seam
 def router_losses(
-    spec: MoE, routers: Sequence[RouterStats], batch: Batch, normalizers: Normalizers, sums: Sums
+    spec: MoE,
+    routers: Sequence[RouterStats],
+    batch: MicroBatch,
+    normalizers: Normalizers,
+    sums: GroupSums,
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's part of the balance and z losses (), summed over the layers.
 
@@ -111,7 +115,9 @@ def router_losses(
     return spec.balance_coef * balance, spec.z_coef * z
 
 
-def _balance(spec: MoE, layers: RouterStats, batch: Batch, normalizers: Normalizers, sums: Sums) -> Tensor:
+def _balance(
+    spec: MoE, layers: RouterStats, batch: MicroBatch, normalizers: Normalizers, sums: GroupSums
+) -> Tensor:
     # counts (L, M, E) and probability_sum (L, M, E) of this rank's tokens. A product of two sums over
     # tokens is not a sum over tokens. It becomes one because the counts, which carry no gradient, are first
     # summed over the ranks with other tokens of the same scope. Each rank then multiplies them by its own

@@ -26,7 +26,7 @@ class PassMode(TorchFunctionMode):
     """
 
     def substitute(self, func: Any, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return the function to call in place of an operator."""
+        """Return the function to call instead of an operator."""
         called: Callable[..., Any] = func
         return called
 

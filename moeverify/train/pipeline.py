@@ -38,7 +38,7 @@ def run_pipeline(inputs: StepInputs) -> Iterator[MicroBatchResult]:
 
 @dataclass
 class StageWork(StepInputs):
-    """The computation of a step at this rank's stages; see `moeverify.parallel.pipeline.Work`.
+    """The computation of a step at this rank's stages; see `moeverify.parallel.pipeline.StepParts`.
 
     A schedule interleaves passes of several micro-batches, so router records are kept per micro-batch.
     """

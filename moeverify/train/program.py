@@ -20,12 +20,12 @@ from moeverify.parallel.regions.region import Region
 from moeverify.tools.placement.placement import Placement
 from moeverify.train.clipping import SumOverShards, gradient_norm, norm_of_regions
 from moeverify.train.custom_step import CustomStep
-from moeverify.train.data import Batch, Share
+from moeverify.train.data import MicroBatch, Share
 from moeverify.train.engine import Engine, PlainEngine
-from moeverify.train.objective import Losses, Normalizers, Sums
+from moeverify.train.objective import GroupSums, Losses, Normalizers
 from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.routers import RouterView
-from moeverify.train.subject import Subject
+from moeverify.train.subject import TestedModel
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,7 +58,7 @@ class ReadableState(Protocol):
 
 @dataclass
 class Program:
-    """One rank's part of a training run. The defaults are those of a single device.
+    """One rank's part of a training run. The defaults describe a single device.
 
     - `scale`: factor of the loss before the backward pass, the number of ranks over which gradients are
       averaged.
@@ -79,14 +79,14 @@ class Program:
     - `custom_step`: a user's step. It uses only the model, its shards and the optimizer of this program.
     """
 
-    subject: Subject
+    subject: TestedModel
     model: nn.Module
     shards: Sequence[LocalShard]
     buffers: Sequence[LocalShard]
     routers: Sequence[RouterView]
     share: Share
     device: torch.device
-    sums: Sums = field(default_factory=Sums)
+    sums: GroupSums = field(default_factory=GroupSums)
     scale: float = 1.0
     num_micro_batches: int = 1
     optimizer_implementation: str = "foreach"
@@ -169,7 +169,7 @@ class StepInputs:
 
     recipe: Recipe
     program: Program
-    batches: Sequence[Batch]
+    batches: Sequence[MicroBatch]
     normalizers: Normalizers
     step: int
     ids: ReadableState | None = None
@@ -183,7 +183,7 @@ class MicroBatchResult:
     None where a user's loss does not provide them, and on ranks without the last pipeline stage.
     """
 
-    batch: Batch
+    batch: MicroBatch
     losses: Losses | None
     token_loss: Tensor | None
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moeverify.cases.schema import Recipe, ReferenceModel
 from moeverify.model.float8 import convert
 from moeverify.model.transformer import Transformer
-from moeverify.train.data import Batch, Share, make_batch
+from moeverify.train.data import MicroBatch, Share, make_batch
 from moeverify.train.forward import reference_losses
 from moeverify.train.gradient_parts import ReferenceParts
 from moeverify.train.objective import Losses, Normalizers
@@ -20,7 +20,7 @@ from moeverify.train.subject import Run
 
 
 class ReferenceSubject:
-    """The reference transformer; see `moeverify.train.subject.Subject`."""
+    """The reference transformer; see `moeverify.train.subject.TestedModel`."""
 
     can_replay = True
 
@@ -38,12 +38,12 @@ class ReferenceSubject:
         """Return all routers."""
         return find_routers(model)
 
-    def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
+    def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the synthetic batch."""
         return make_batch(self.recipe.data, self.model.vocab_size, self.recipe.seed, step, share, device)
 
     def compute_losses(
-        self, run: Run, batch: Batch, normalizers: Normalizers
+        self, run: Run, batch: MicroBatch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
         """Return the cross entropy, balance and z losses; see `moeverify.train.objective`."""
         return reference_losses(self.model.moe, run, batch, normalizers)
@@ -57,6 +57,6 @@ class ReferenceSubject:
         """Return no context: goldens use `experts: loop`, and `grouped_mm` is rejected in float64."""
         return nullcontext()
 
-    def split_gradient(self, run: Run, batch: Batch) -> ReferenceParts:
+    def split_gradient(self, run: Run, batch: MicroBatch) -> ReferenceParts:
         """Return the parts of the gradient, for the terms `lm`, `balance` and `z`."""
         return ReferenceParts(run, self.model.moe, batch, self.recipe.data.batch)

@@ -13,12 +13,12 @@ from moeverify.parallel.regions.observer import Observer
 from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
-from moeverify.train.data import Batch
+from moeverify.train.data import MicroBatch
 from moeverify.train.program import Program, ReadableState
 from moeverify.train.routers import RouterView
 
 
-def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Region:
+def _region(recipe: Recipe, batch: MicroBatch, positions: Indices, top_k: int) -> Region:
     shape = (recipe.data.batch, recipe.data.seq_len, top_k)
     return Region.box(shape, (batch.share.rows, positions, range(top_k)))
 
@@ -27,7 +27,7 @@ def _region(recipe: Recipe, batch: Batch, positions: Indices, top_k: int) -> Reg
 def observe_routing(
     recipe: Recipe,
     program: Program,
-    batch: Batch,
+    batch: MicroBatch,
     observer: Observer,
     step: int,
     replayed: ReadableState | None,
@@ -78,7 +78,7 @@ def _find_flips(
 def replay(
     recipe: Recipe,
     routers: Sequence[RouterView],
-    batch: Batch,
+    batch: MicroBatch,
     golden: ReadableState,
     step: int,
     device: torch.device,

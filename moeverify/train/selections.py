@@ -32,8 +32,8 @@ _BEHIND = "moeverify_behind"
 class Selection:
     """Indices that an operator chose, with its name and the dim that they refer to; None for all elements.
 
-    `behind` (..., 1) is set where a run repeats the choice of another one: the amount by which the numbers of
-    this choice may be behind those that the operator would choose, in each row.
+    `behind` (..., 1) is set where a run repeats the choice of another one: for each row, how much lower the
+    numbers of this choice may be than the numbers that the operator would choose.
     """
 
     operator: str

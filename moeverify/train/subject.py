@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.train.data import Batch, Share
-from moeverify.train.objective import Losses, Normalizers, Sums
+from moeverify.train.data import MicroBatch, Share
+from moeverify.train.objective import GroupSums, Losses, Normalizers
 from moeverify.train.routers import RouterView
 
 Vector = dict[str, Tensor]
@@ -35,7 +35,7 @@ class Run(Protocol):
         """Return this rank's shards of the parameters."""
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> GroupSums:
         """Return the sums of integers over the ranks of the layout."""
 
     @property
@@ -67,7 +67,7 @@ class GradientParts(Protocol):
         """
 
 
-class Subject(Protocol):
+class TestedModel(Protocol):
     """The model under test of a recipe."""
 
     @property
@@ -87,11 +87,11 @@ class Subject(Protocol):
     def find_routers(self, model: nn.Module) -> list[RouterView]:
         """Return the observable routers of the model under any layout, in layer order."""
 
-    def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
+    def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the global batch of a step as the model's input."""
 
     def compute_losses(
-        self, run: Run, batch: Batch, normalizers: Normalizers
+        self, run: Run, batch: MicroBatch, normalizers: Normalizers
     ) -> tuple[Losses, Tensor | None]:
         """Return this rank's part of each loss, and the detached cross entropy of each token (M, s).
 
@@ -106,5 +106,5 @@ class Subject(Protocol):
     def surround(self) -> AbstractContextManager[object]:
         """Return the context of a micro-batch's forward and backward pass under any layout."""
 
-    def split_gradient(self, run: Run, batch: Batch) -> GradientParts:
+    def split_gradient(self, run: Run, batch: MicroBatch) -> GradientParts:
         """Return the parts of the gradient of a whole batch, on one device, in float64."""

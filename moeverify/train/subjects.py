@@ -5,10 +5,10 @@ from __future__ import annotations
 from moeverify.cases.schema import CustomModel, Recipe, ReferenceModel
 from moeverify.train.custom_subject import CustomSubject
 from moeverify.train.reference_subject import ReferenceSubject
-from moeverify.train.subject import Subject
+from moeverify.train.subject import TestedModel
 
 
-def subject_of(recipe: Recipe) -> Subject:
+def subject_of(recipe: Recipe) -> TestedModel:
     """Return the model under test of a recipe."""
     match recipe.model:
         case ReferenceModel() as model:

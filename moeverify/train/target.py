@@ -86,7 +86,7 @@ def _advise_import(error: BaseException, module_name: str, name: str) -> str:
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == module_name and name in frame.f_globals:
             return (
-                f"line {line} runs whenever `{module_name}` is imported: put what trains below "
+                f"line {line} runs whenever `{module_name}` is imported: put the training code below "
                 f'`if __name__ == "__main__":`, or `{name}` into a module of its own'
             )
     return f"`import {module_name}` must work in a Python shell"

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter
 
 from moeverify.cases.schema import Case, Recipe
 from moeverify.results.bound import Bound
-from moeverify.results.collective_run import RankValues, Transfer
+from moeverify.results.collective_run import RankOutput, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import CheckResult, Finding
@@ -322,7 +322,7 @@ class CollectiveResult(Record):
     """The output of a collective on each rank, in rank order."""
 
     kind: Literal["collective"] = "collective"
-    values: tuple[RankValues, ...]
+    values: tuple[RankOutput, ...]
 
 
 class RouteAnswer(Record):

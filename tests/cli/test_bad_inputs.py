@@ -41,7 +41,7 @@ from moeverify.report.operator_file import name_file
 from moeverify.report.operator_file import write as write_table
 from moeverify.results.cause import Cause
 from moeverify.results.facts import CollectiveFacts, Issue
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.finding import Finding
 from moeverify.results.operator_table import (
     CallSite,
@@ -172,7 +172,12 @@ def test_results_with_findings(invoke: Any, keep: Any, try_all: Any, command: st
     what = {"op": "all_reduce", "shape": (4,), "dtype": "float64", "num_tensors": 1, "signature": "b"}
     state = {"site": "a.py:1 in f", "state": "started", "started": 1.0, "seconds": None}
     record = CollectiveRecord(**place_in, **what, **state)
-    rank = {"rank": 0, "state": "hung", "end": RankEnd(how=End.OVER_TIME, timeout=3.0), "recent": (record,)}
+    rank = {
+        "rank": 0,
+        "state": "hung",
+        "end": RankEnd(how=EndKind.OVER_TIME, timeout=3.0),
+        "recent": (record,),
+    }
     rank |= {"collective": record, "stack": "File x.py, line 3", "pid": 7, "host": "here"}
     hung = {"verdict": "error", "name": "hung", "rank_reports": (RankReport(**rank),), "reason": "why"}
     changes: tuple[dict[str, Any], ...] = ({"findings": (finding, other)}, hung)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from moeverify.report.collective_run import render_collective
-from moeverify.results.collective_name import Collective
+from moeverify.results.collective_name import CollectiveName
 from moeverify.results.collective_run import CollectiveRun
 from moeverify.verification.collectives.definition import define_transfer
 from moeverify.verification.controller.tasks import make_job
@@ -23,11 +23,11 @@ Invoke = Callable[..., Any]
 
 ODD = str(Path(__file__).parent / "programs" / "odd_collectives.py")
 SIZES = {
-    Collective.ALL_TO_ALL: [[1, 0, 2], [3, 1, 0], [0, 0, 4]],
-    Collective.ALL_GATHER: [[3, 0, 1]],
-    Collective.REDUCE_SCATTER: [[0, 2, 3]],
-    Collective.ALL_REDUCE: [[2, 2, 2]],
-    Collective.BROADCAST: [[2, 2, 2]],
+    CollectiveName.ALL_TO_ALL: [[1, 0, 2], [3, 1, 0], [0, 0, 4]],
+    CollectiveName.ALL_GATHER: [[3, 0, 1]],
+    CollectiveName.REDUCE_SCATTER: [[0, 2, 3]],
+    CollectiveName.ALL_REDUCE: [[2, 2, 2]],
+    CollectiveName.BROADCAST: [[2, 2, 2]],
 }
 
 
@@ -35,10 +35,10 @@ SIZES = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CollectiveRun]:
     """Return all collectives with uneven parts, some empty, and two wrong ones, by job name."""
     transfers = {
-        name.value: define_transfer(name, SIZES[name], int(name == "broadcast")) for name in Collective
+        name.value: define_transfer(name, SIZES[name], int(name == "broadcast")) for name in CollectiveName
     }
-    transfers["odd exchange"] = define_transfer(Collective.ALL_TO_ALL, [[2, 2], [2, 2]])
-    transfers["odd gather"] = define_transfer(Collective.ALL_GATHER, [[2, 2]])
+    transfers["odd exchange"] = define_transfer(CollectiveName.ALL_TO_ALL, [[2, 2], [2, 2]])
+    transfers["odd gather"] = define_transfer(CollectiveName.ALL_GATHER, [[2, 2]])
     jobs = [
         make_job(name, len(each.ranks), 60.0, CollectiveJob(transfer=each, backward=True))
         for name, each in transfers.items()
@@ -56,9 +56,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CollectiveRun]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("collective", Collective)
+@pytest.mark.parametrize("collective", CollectiveName)
 def test_a_collective_and_its_backward_are_what_the_definition_says(
-    runs: dict[str, CollectiveRun], collective: Collective
+    runs: dict[str, CollectiveRun], collective: CollectiveName
 ) -> None:
     run = runs[collective.value]
     assert len(run.values) == 3

@@ -25,7 +25,7 @@ from moeverify.errors import MachineError
 from moeverify.report.formats.registry import write_run
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.run import CaseResult, RunResult
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.tools.placement.synthetic import make_trace
 from moeverify.tools.placement.trace_file import TraceWriter
@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
 
 def record(folder: Path) -> None:
     """Record a script of two steps, with outputs and operators."""
-    recorder = Recorder(Settings(out=folder, last=1, outputs=True, operators=1), 0, 1)
+    recorder = ScriptRecorder(Settings(out=folder, last=1, outputs=True, operators=1), 0, 1)
     hooks = install(recorder)
     torch.manual_seed(0)
     model = Model()

@@ -113,7 +113,7 @@ def test_function_is_named_by_its_module() -> None:
         (functools.partial(make_here), "an object of type partial"),
         (_Maker(), "an object of type _Maker"),
         (_main_function(), "`make` stands in the script that runs"),
-        (_Maker.__call__, "is not what stands in its module"),
+        (_Maker.__call__, "is not the object of this name"),
     ],
 )
 def test_function_that_no_rank_can_import(function: Any, text: str) -> None:

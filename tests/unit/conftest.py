@@ -13,12 +13,12 @@ from moeverify.cases.schema import Case, Tolerance
 from moeverify.cases.validation.load import build_case
 from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
-from moeverify.verification.checks.base import Judgement, Shown
+from moeverify.verification.checks.base import Judgement, ShownTensors
 from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.checks.golden_tensors import CHECKS
 from moeverify.verification.checks.registry import KIND_ORDER
 from moeverify.verification.compare.assembled import Assembled, Key, assemble
-from moeverify.verification.compare.comparison import Comparison, Entry
+from moeverify.verification.compare.comparison import ComparedShard, Comparison
 
 Names = Mapping[int, set[tuple[str, str]]]
 CASE: Case = build_case({"name": "hand", "recipe": {"model": {"preset": "tiny-gpt"}}, "layout": {}})
@@ -59,13 +59,13 @@ class Ranks:
         self.comparisons[rank].observe(step, kind, name, local, region)
 
     def assemble(self) -> dict[Key, Assembled]:
-        entries: list[list[Entry]] = [list(comparison.entries()) for comparison in self.comparisons]
+        entries: list[list[ComparedShard]] = [list(comparison.entries()) for comparison in self.comparisons]
         return assemble(entries, KIND_ORDER)
 
-    def shown(self, case: Case = CASE, golden_names: Names | None = None) -> Shown:
+    def shown(self, case: Case = CASE, golden_names: Names | None = None) -> ShownTensors:
         """Return the input of a check on rank 0."""
         bounds = Bounds(self.tolerance, "float64", self.noise)
-        return Shown(self.axes, self.assemble(), bounds, case=case, golden_names=golden_names or {})
+        return ShownTensors(self.axes, self.assemble(), bounds, case=case, golden_names=golden_names or {})
 
     def judge(self) -> Judgement:
         """Return the results of the comparisons with the golden, with findings as text."""

@@ -123,7 +123,7 @@ def _check_after(after: str, num_steps: int) -> Iterator[Problem]:
         yield blame(f"{EXCHANGE}.{after}", message, "set recipe.steps to 2 or more, or remove exchange")
     elif after not in map(str, range(1, num_steps)):
         message = f"expected a number of steps from 1 to {num_steps - 1}, got `{after}`"
-        remedy = f"the recipe trains {num_steps} steps, and what moves after the last one is not seen"
+        remedy = f"the recipe trains {num_steps} steps, and a move after the last one has no effect"
         yield blame(f"{EXCHANGE}.{after}", message, remedy)
 
 

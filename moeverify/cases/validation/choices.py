@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moeverify.cases.axes.schedules import PIPELINE_SCHEDULE
-from moeverify.cases.choice import Choice, Implementation, chosen_option
+from moeverify.cases.choice import FieldOptions, Implementation, chosen_option
 from moeverify.cases.rule import Rule
 from moeverify.cases.schema import Case
 from moeverify.model.attention_cores import ATTENTION
@@ -26,7 +26,7 @@ from moeverify.results.obstacle import Obstacle
 from moeverify.train.decay import RATE_SCHEDULE
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS, OPTIMIZER_RULES
 
-CHOICES: tuple[Choice[Implementation], ...] = (
+CHOICES: tuple[FieldOptions[Implementation], ...] = (
     DATA_PARALLEL,
     FSDP1_STRATEGY,
     RESHARD,
@@ -54,7 +54,7 @@ CHOICE_RULES: tuple[Rule, ...] = (
 )
 
 
-def list_chosen(case: Case) -> Iterator[tuple[Choice[Any], Implementation]]:
+def list_chosen(case: Case) -> Iterator[tuple[FieldOptions[Any], Implementation]]:
     """Yield each choice with the implementation that the case selects, if any."""
     for choice in CHOICES:
         option = chosen_option(case, choice)

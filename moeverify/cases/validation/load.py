@@ -16,7 +16,7 @@ from moeverify.cases.override import FILE as OVERRIDE
 from moeverify.cases.override import Override, parse_overrides
 from moeverify.cases.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
 from moeverify.cases.schema import Case, Checkpoint, Checks, Layout, Recipe
-from moeverify.cases.section import Ledger, build_section, report_unknown
+from moeverify.cases.section import ProblemLog, build_section, report_unknown
 from moeverify.cases.select import Match, PatternError, compile_pattern
 from moeverify.cases.suggest import enumerate_names
 from moeverify.cases.validation.rules import validate
@@ -72,45 +72,47 @@ def load_valid_cases(
     Raises: CaseError with all problems of all files, when a file named in `paths` is refused, an option is
         wrong, or no case remains.
     """
-    ledger = Ledger()
-    changes = parse_overrides(overrides, ledger.report)
-    match = _read_pattern(pattern, ledger.report)
-    files = find_files(paths, ledger.report)
-    must_stop = bool(ledger.problems)
-    trees, refused = _read_documents(files, ledger)
+    problem_log = ProblemLog()
+    changes = parse_overrides(overrides, problem_log.report)
+    match = _read_pattern(pattern, problem_log.report)
+    files = find_files(paths, problem_log.report)
+    must_stop = bool(problem_log.problems)
+    trees, refused = _read_documents(files, problem_log)
     chosen = [(path, tree, match(_name_of(path, tree))) for path, tree in trees]
     if trees and not any(is_chosen for _, _, is_chosen in chosen):
         names = enumerate_names(_name_of(path, tree) for path, tree in trees)
-        ledger.report(Problem(f"no case matches `{pattern}`", "-k", remedy=f"the cases are {names}"))
+        problem_log.report(Problem(f"no case matches `{pattern}`", "-k", remedy=f"the cases are {names}"))
     built = [
-        _build_case(path, tree, changes if is_chosen else [], ledger) for path, tree, is_chosen in chosen
+        _build_case(path, tree, changes if is_chosen else [], problem_log) for path, tree, is_chosen in chosen
     ]
-    doubles = [*_report_same_names(built, ledger), *_report_same_recipes(built, ledger)]
+    doubles = [*_report_same_names(built, problem_log), *_report_same_recipes(built, problem_log)]
     refused |= {Path(item.case.file) for item in built if not item.is_valid or item in doubles}
     cases = [
         item.case
         for item, (path, _, is_chosen) in zip(built, chosen, strict=True)
         if is_chosen and path not in refused
     ]
-    must_stop |= any(problem.file in ("-k", OVERRIDE) for problem in ledger.problems)
-    if ledger.problems and (must_stop or not cases or not refused.isdisjoint(paths)):
-        raise CaseError(_order(ledger.problems))
-    return LoadedCases(cases, _order(ledger.problems), [path for path in files if path in refused])
+    must_stop |= any(problem.file in ("-k", OVERRIDE) for problem in problem_log.problems)
+    if problem_log.problems and (must_stop or not cases or not refused.isdisjoint(paths)):
+        raise CaseError(_order(problem_log.problems))
+    return LoadedCases(cases, _order(problem_log.problems), [path for path in files if path in refused])
 
 
-def _read_documents(files: Sequence[Path], ledger: Ledger) -> tuple[list[tuple[Path, Entry]], set[Path]]:
+def _read_documents(
+    files: Sequence[Path], problem_log: ProblemLog
+) -> tuple[list[tuple[Path, Entry]], set[Path]]:
     """Return the readable tree of each file, and the files with problems."""
     trees: list[tuple[Path, Entry]] = []
     refused: set[Path] = set()
     for path in files:
-        own = Ledger()
+        own = ProblemLog()
         tree = read_document(path, own.report)
         if tree is not None:
             trees.append((path, tree))
         if own.problems:
             refused.add(path)
         for problem in own.problems:
-            ledger.report(problem)
+            problem_log.report(problem)
     return trees, refused
 
 
@@ -119,10 +121,10 @@ def build_case(fields: Mapping[str, Any]) -> Case:
 
     Raises: CaseError with all problems.
     """
-    ledger = Ledger()
-    built = _build_case(Path("case"), build_entry(dict(fields), FileLine()), [], ledger)
-    if ledger.problems:
-        raise CaseError(ledger.problems)
+    problem_log = ProblemLog()
+    built = _build_case(Path("case"), build_entry(dict(fields), FileLine()), [], problem_log)
+    if problem_log.problems:
+        raise CaseError(problem_log.problems)
     return built.case.model_copy(update={"file": ""})
 
 
@@ -177,9 +179,9 @@ def _name_of(path: Path, tree: Entry) -> str:
     return field.content if field is not None and isinstance(field.content, str) else path.stem
 
 
-def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: Ledger) -> _Built:
-    """Return the case of one file, and report its problems to `ledger`."""
-    own = Ledger()
+def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], problem_log: ProblemLog) -> _Built:
+    """Return the case of one file, and report its problems to `problem_log`."""
+    own = ProblemLog()
     before = tree.fields.get("recipe")
     tree = _override(tree, overrides)
     report_unknown(tree, _FIELDS, "", own)
@@ -200,39 +202,41 @@ def _build_case(path: Path, tree: Entry, overrides: Sequence[Override], ledger: 
         place = whole.locate(problem.path.split("."))
         own.report(dataclasses.replace(problem, file=place.file, line=place.line))
     for problem in own.problems:
-        ledger.report(problem)
+        problem_log.report(problem)
     return _Built(case, whole, not own.problems)
 
 
-def _build_optional(section: type[S], name: str, tree: Entry, ledger: Ledger) -> S:
-    return build_section(section, tree.fields[name], name, ledger) if name in tree.fields else section()
+def _build_optional(section: type[S], name: str, tree: Entry, problem_log: ProblemLog) -> S:
+    return build_section(section, tree.fields[name], name, problem_log) if name in tree.fields else section()
 
 
-def _read_files(layout: Layout, folder: Path, ledger: Ledger, tree: Entry) -> Layout:
+def _read_files(layout: Layout, folder: Path, problem_log: ProblemLog, tree: Entry) -> Layout:
     """Return the layout with placement matrices in place of the names of placement files."""
     exchange = {
-        after: _read_file(given, folder, f"layout.exchange.{after}", ledger, tree)
+        after: _read_file(given, folder, f"layout.exchange.{after}", problem_log, tree)
         for after, given in layout.exchange.items()
     }
-    placement = _read_file(layout.placement, folder, "layout.placement", ledger, tree)
+    placement = _read_file(layout.placement, folder, "layout.placement", problem_log, tree)
     return layout.model_copy(update={"placement": placement, "exchange": exchange})
 
 
-def _read_file(given: Any, folder: Path, path: str, ledger: Ledger, tree: Entry) -> Any:
+def _read_file(given: Any, folder: Path, path: str, problem_log: ProblemLog, tree: Entry) -> Any:
     if not isinstance(given, str) or not given.endswith(FILE_ENDINGS):
         return given
     if not (folder / given).exists():
         place = tree.locate(path.split("."))
         message = f"there is no file {folder / given}"
-        ledger.report(Problem(message, place.file, place.line, path, "paths are relative to the case file"))
-        ledger.broken.add(path)
+        problem_log.report(
+            Problem(message, place.file, place.line, path, "paths are relative to the case file")
+        )
+        problem_log.broken.add(path)
         return given
     try:
         placement = read_placement(folder / given)
     except CaseError as error:
         for problem in error.problems:
-            ledger.report(problem)
-        ledger.broken.add(path)
+            problem_log.report(problem)
+        problem_log.broken.add(path)
         return given
     by_layer = {
         str(layer): matrix for layer, matrix in zip(placement.layers, placement.matrices, strict=False)
@@ -251,43 +255,45 @@ def _override(tree: Entry, overrides: Sequence[Override]) -> Entry:
     return tree
 
 
-def _read_name(path: Path, tree: Entry, ledger: Ledger) -> str:
+def _read_name(path: Path, tree: Entry, problem_log: ProblemLog) -> str:
     field = tree.fields.get("name")
     if field is None:
         if not NAME.fullmatch(path.stem):
             message = f"the file's stem `{path.stem}` cannot name a case, which takes {NAME_WORDS}"
-            ledger.report(Problem(message, str(path), remedy="rename the file, or write `name:`"))
+            problem_log.report(Problem(message, str(path), remedy="rename the file, or write `name:`"))
         return path.stem
     if not isinstance(field.content, str) or not NAME.fullmatch(field.content):
-        ledger.reject(field, "name", f"expected a name of {NAME_WORDS}, got {show(field)}")
+        problem_log.reject(field, "name", f"expected a name of {NAME_WORDS}, got {show(field)}")
         return path.stem
     return field.content
 
 
-def _read_description(tree: Entry, ledger: Ledger) -> str:
+def _read_description(tree: Entry, problem_log: ProblemLog) -> str:
     field = tree.fields.get("description")
     if field is None:
         return ""
     if not isinstance(field.content, str):
-        ledger.reject(field, "description", f"expected text, got {show(field)}", "put it in quotes")
+        problem_log.reject(field, "description", f"expected text, got {show(field)}", "put it in quotes")
         return ""
     return field.content
 
 
 def _build_recipe(
-    path: Path, tree: Entry, before: Entry | None, case_name: str, ledger: Ledger
+    path: Path, tree: Entry, before: Entry | None, case_name: str, problem_log: ProblemLog
 ) -> tuple[Recipe, Entry]:
     """Return the recipe of the case, and its fields with their source positions."""
     written = tree.fields.get("recipe")
     if written is None:
         remedy = "name a file of `recipes/`, or write the fields"
-        ledger.report(Problem("missing field `recipe`", tree.place.file, tree.place.line, "recipe", remedy))
-        ledger.broken.add("recipe")
+        problem_log.report(
+            Problem("missing field `recipe`", tree.place.file, tree.place.line, "recipe", remedy)
+        )
+        problem_log.broken.add("recipe")
         written = Entry({}, tree.place)
-    return build_recipe(resolve_recipe(written, before, case_name, path.parent, ledger), ledger)
+    return build_recipe(resolve_recipe(written, before, case_name, path.parent, problem_log), problem_log)
 
 
-def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
+def _report_same_names(built: Sequence[_Built], problem_log: ProblemLog) -> Iterator[_Built]:
     """Report and yield each case whose name an earlier file already has."""
     first: dict[str, _Built] = {}
     for item in built:
@@ -296,11 +302,13 @@ def _report_same_names(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Bui
             field = item.tree.fields.get("name")
             line = field.place.line if field is not None else None
             message = f"the name `{item.case.name}` is also that of {other.case.file}"
-            ledger.report(Problem(message, item.case.file, line, "name", "give one of them another `name:`"))
+            problem_log.report(
+                Problem(message, item.case.file, line, "name", "give one of them another `name:`")
+            )
             yield item
 
 
-def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> Iterator[_Built]:
+def _report_same_recipes(built: Sequence[_Built], problem_log: ProblemLog) -> Iterator[_Built]:
     """Report different recipes with one name, which would share one golden, and yield their cases."""
     first: dict[str, _Built] = {}
     for item in built:
@@ -311,7 +319,7 @@ def _report_same_recipes(built: Sequence[_Built], ledger: Ledger) -> Iterator[_B
         if other.case.recipe.fingerprint() != recipe.fingerprint():
             place = item.tree.fields["recipe"].place
             message = f"this recipe is called `{recipe.name}` like the different one of {other.case.file}"
-            ledger.report(
+            problem_log.report(
                 Problem(message, place.file, place.line, "recipe", "give one of them another `name:`")
             )
             yield item

@@ -37,7 +37,11 @@ def known_checks(case: Case) -> Iterator[Problem]:
 def declared_differences(case: Case) -> Iterator[Problem]:
     """Require a reason for declared differences, and no skip of a declared check."""
     if bool(case.checks.differs) != bool(case.checks.because):
-        yield blame("checks.differs", "`differs` and `because` go together", "say what differs, and why")
+        yield blame(
+            "checks.differs",
+            "`differs` and `because` go together",
+            "name the differing checks, and the reason",
+        )
     for name in case.checks.differs:
         if name in case.checks.skip:
             yield blame("checks.differs", f"`{name}` cannot be both declared to differ and skipped")

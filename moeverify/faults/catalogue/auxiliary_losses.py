@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from moeverify.model.router import Router, RouterStats, Routing
     from moeverify.parallel.pipeline import ModelStage
     from moeverify.parallel.regions.observer import Observer
-    from moeverify.train.data import Batch
-    from moeverify.train.objective import Losses, Normalizers, Sums
+    from moeverify.train.data import MicroBatch
+    from moeverify.train.objective import GroupSums, Losses, Normalizers
     from moeverify.train.program import Program, ReadableState
 
 TP, NUM_DATA_RANKS, NUM_MICRO_BATCHES = 2, 2, 4
@@ -172,7 +172,7 @@ def c07_router_losses_without_cp(patch: Patch) -> None:
     """Divide the gradients of both router losses by the cp degree; their values stay right."""
     import torch
 
-    def divide_by_cp(balance: Tensor, z: Tensor, batch: Batch, sums: Sums) -> tuple[Tensor, Tensor]:
+    def divide_by_cp(balance: Tensor, z: Tensor, batch: MicroBatch, sums: GroupSums) -> tuple[Tensor, Tensor]:
         num_cp_ranks = float(sums.over_sequence(torch.ones((), device=batch.tokens.device)))
         return scale_gradient(balance, 1 / num_cp_ranks), scale_gradient(z, 1 / num_cp_ranks)
 
@@ -249,11 +249,11 @@ def c11_balance_of_other_choice(patch: Patch) -> None:
 )
 def c12_padding_in_router(patch: Patch) -> None:
     """Call every MoE block without the mask of valid tokens."""
-    from moeverify.model.moe import MoE
+    from moeverify.model.moe import MoELayer
 
-    @patch.wrap(MoE.forward)
+    @patch.wrap(MoELayer.forward)
     def forward_without_mask(
-        original: Original[tuple[Tensor, RouterStats]], self: MoE, x: Tensor, valid: Tensor | None = None
+        original: Original[tuple[Tensor, RouterStats]], self: MoELayer, x: Tensor, valid: Tensor | None = None
     ) -> tuple[Tensor, RouterStats]:
         return original(self, x, None)
 
@@ -287,7 +287,7 @@ def c13_overwritten_local_count(patch: Patch) -> None:
     "C14",
     title="gradient of the balance loss never flows",
     source="NVIDIA-NeMo/Automodel #1408, PR #1412",
-    mechanism="what the autograd function that attaches the loss returns is discarded, so it is not in the graph",
+    mechanism="the output of the autograd function that attaches the loss is discarded, so the graph lacks the loss",
     trigger="any layout",
     case=make_case("c14", dp_shard=2),
     where=(At(term="balance"), At(name="*.moe.router*")),
@@ -333,7 +333,7 @@ def c16_injected_loss_not_averaged(patch: Patch) -> None:
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
         losses, token_loss = original(recipe, program, batch, normalizers)
@@ -383,9 +383,9 @@ def c18_balance_in_new_tensor(patch: Patch) -> None:
         original: Original[tuple[Tensor, Tensor]],
         spec: MoE,
         routers: Sequence[RouterStats],
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
-        sums: Sums,
+        sums: GroupSums,
     ) -> tuple[Tensor, Tensor]:
         _, z = original(spec, routers, batch, normalizers, sums)
         layers = [original(spec, [stats], batch, normalizers, sums)[0] for stats in routers]
@@ -427,7 +427,7 @@ def c19_balance_of_last_stage(patch: Patch) -> None:
     case=make_case("c21", dp_shard=2, recompute=True),
     where=(At(name="*.moe.router*"),),
     causes=(Cause.METRIC, Cause.SCALE),
-    notes="upstream it is the log of the auxiliary loss; what a router logs in its forward pass here is its counts",
+    notes="upstream it is the log of the auxiliary loss; here a router logs its counts in its forward pass",
 )
 def c21_counted_again_in_recomputation(patch: Patch) -> None:
     """Accumulate the router's counts over forward passes until they are read, like a log."""
@@ -449,7 +449,7 @@ def c21_counted_again_in_recomputation(patch: Patch) -> None:
         original: Original[list[Tensor]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         observer: Observer,
         step: int,
         replayed: ReadableState | None,

@@ -43,7 +43,7 @@ def load_into_copies(patch: Patch, is_lost: Callable[[int, HeldBox], bool]) -> N
     "O01",
     title="the moments of experts are not loaded",
     source="NVIDIA/Megatron-LM issue #761 (1505db4c)",
-    mechanism="of the two optimizers, dense and expert, the second is given what the first has read: its "
+    mechanism="of the two optimizers, dense and expert, the second gets the state that the first has read: its "
     "own state never arrives",
     trigger="expert parallelism, which has two optimizers",
     saver=make_saved_case("o01", dp_shard=2, ep=2),
@@ -201,7 +201,7 @@ def o07_renamed_experts_skipped(patch: Patch) -> None:
 
 @fault(
     "O09",
-    title="rows are permuted where FSDP2 shards what TP has sharded",
+    title="rows are permuted where FSDP2 shards a dim that TP has sharded",
     source="pytorch/pytorch issue #129206, PR #130760; pytorch/torchtitan PR #1483",
     mechanism="the order of nested shards is not in the placement: the outer axis is taken to cut first",
     trigger="FSDP2 over tensor parallelism, on one dim",
@@ -319,7 +319,7 @@ def o13_groups_by_position(patch: Patch) -> None:
     "O15",
     title="the schedule goes on from the rate of the save",
     source="pytorch/pytorch issue #140900; pytorch/torchtitan PR #4168",
-    mechanism="initial_lr is not in what is loaded, and a fresh scheduler takes the present rate for it",
+    mechanism="the loaded state has no initial_lr, and a fresh scheduler uses the present rate instead",
     trigger="a rate that falls",
     saver=make_saved_case("o15", dp_shard=2),
     case=make_saved_case("o15", dp_shard=2),

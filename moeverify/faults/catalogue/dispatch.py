@@ -140,7 +140,7 @@ def e05_capacity_of_each_tp_rank(patch: Patch) -> None:
 )
 def e08_duplicate_tokens(patch: Patch) -> None:
     """Keep the tokens of the other tp ranks before the exchange."""
-    from moeverify.model.moe import MoE
+    from moeverify.model.moe import MoELayer
     from moeverify.parallel.collectives import gather_from, split_to
     from moeverify.parallel.moe_tensor import apply_token_slices
 
@@ -161,7 +161,7 @@ def e08_duplicate_tokens(patch: Patch) -> None:
     ) -> None:
         original(model, mesh, sequence_parallel=sequence_parallel)
         for module in model.modules():
-            if isinstance(module, MoE):
+            if isinstance(module, MoELayer):
                 module.dispatcher = DuplicatingDispatcher(module.dispatcher, mesh.get_group())
 
 

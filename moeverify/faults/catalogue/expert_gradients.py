@@ -77,14 +77,14 @@ def a01_ddp_expert_scale(patch: Patch) -> None:
 
 @fault(
     "A03",
-    title="expert gradients ep times too large, and a norm that averages over ranks what it should add",
+    title="expert gradients ep times too large, and a norm averaged over ranks instead of added",
     source="deepspeedai/DeepSpeed PR #5259",
     mechanism="1/ep is missing, and the squared norm is averaged over all data ranks, experts included",
     trigger="expert parallelism over data-parallel ranks, with a clip",
     case=make_case("a03", dp_replicate=2, data_parallel="ddp", ep=2),
     where=(At(name="*.moe.experts*"),),
     causes=(Cause.SCALE,),
-    notes="two mistakes of one pull request; the gradients come first, the norm is wrong beyond what they explain",
+    notes="two mistakes of one pull request; the gradients come first, and explain only a part of the norm's error",
 )
 def a03_expert_scale_and_norm(patch: Patch) -> None:
     """Omit 1/ep, and compute the norm as if all data-parallel ranks had the same experts."""

@@ -102,7 +102,7 @@ def p01_unreduced_replicas(patch: Patch) -> None:
     "P02",
     title="one replica of an expert is left out of the sum of its gradient",
     source="no report known; after facebookresearch/fairseq #4220, where all are left out",
-    mechanism="the list of holders is that of before a replica was added: what it computed is lost",
+    mechanism="the list of holders is from before a replica was added: its contribution is lost",
     trigger="replicas",
     case=make_placed_case("p02"),
     where=(At(name="*.moe.experts*"),),

@@ -328,7 +328,7 @@ def h09_norm_of_partial_gradients(patch: Patch) -> None:
     where=(At(stage=Stage.CLIP), At(stage=Stage.GRADIENT_NORM)),
     causes=(Cause.NORM,),
     is_moe=False,
-    notes="norm and coefficient are reported right; what is wrong is that the coefficient is not applied",
+    notes="norm and coefficient are reported right; the coefficient is not applied",
 )
 def h10_exhausted_parameters(patch: Patch) -> None:
     """Share one iterator over the parameters between norm and clip."""

@@ -1,4 +1,4 @@
-"""Initial values and random states: shards or replicas that differ from those of one device.
+"""Initial values and random states: shards or replicas that differ from the values of one device.
 
 Class F. Seeds that omit the rank for different shards, or include it for copies.
 """
@@ -91,7 +91,7 @@ def f03_replica_of_expert_seed(patch: Patch) -> None:
     "F04",
     title="shards and layers of one shape start as copies",
     source="pytorch/torchtitan #3106",
-    mechanism="each random operation on a DTensor forks and restores the CPU's random state, so all begin alike",
+    mechanism="random operations on a DTensor fork and restore the CPU's random state: all draw the same numbers",
     trigger="FSDP2 with parameters on the CPU",
     case=make_case("f04", preset="tiny-gpt", dp_shard=2),
     where=(At(stage=Stage.INITIALIZATION),),

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from moeverify.parallel.ddp import Accumulate
     from moeverify.parallel.meshes import Meshes
     from moeverify.parallel.plan import Parallelized
-    from moeverify.train.data import Batch
-    from moeverify.train.objective import Losses, Normalizers, Sums
+    from moeverify.train.data import MicroBatch
+    from moeverify.train.objective import GroupSums, Losses, Normalizers
     from moeverify.train.program import Program
 
 
-def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tensor]) -> None:
+def divide_by(patch: Patch, count: Callable[[Program, MicroBatch, Normalizers], Tensor]) -> None:
     """Divide the losses of each micro-batch by `count` tokens () instead of the global batch's tokens."""
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Normalizers
@@ -44,7 +44,7 @@ def divide_by(patch: Patch, count: Callable[[Program, Batch, Normalizers], Tenso
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
         chosen = Normalizers(count(program, batch, normalizers), normalizers.num_rows)
@@ -61,7 +61,7 @@ def multiply(patch: Patch, choose: Callable[[Program], float]) -> None:
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
         losses, token_loss = original(recipe, program, batch, normalizers)
@@ -76,7 +76,7 @@ def count_own_tokens(patch: Patch) -> None:
     from moeverify.train.objective import Normalizers, count_valid
 
     @patch.replace(count_valid)
-    def count_own(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
+    def count_own(batches: Sequence[MicroBatch], sums: GroupSums, num_rows: int) -> Normalizers:
         own = torch.stack([batch.valid.sum() for batch in batches]).sum()
         return Normalizers(own * sums.over_batch(torch.ones_like(own)), num_rows)
 
@@ -296,7 +296,7 @@ def g11_loss_times_cp(patch: Patch) -> None:
     case=make_case("g12", dp_shard=2),
     where=(At(term="z"),),
     causes=(Cause.SHARE_WEIGHTS,),
-    notes="the reference model predicts one token; its z loss stands for the second term",
+    notes="the reference model predicts one token; its z loss takes the place of the second term",
 )
 def g12_term_of_own_tokens(patch: Patch) -> None:
     """Divide the z loss by the tokens of this rank, times the number of averaged ranks."""
@@ -309,9 +309,9 @@ def g12_term_of_own_tokens(patch: Patch) -> None:
         original: Original[tuple[Tensor, Tensor]],
         spec: MoE,
         routers: Sequence[RouterStats],
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
-        sums: Sums,
+        sums: GroupSums,
     ) -> tuple[Tensor, Tensor]:
         balance, z = original(spec, routers, batch, normalizers, sums)
         own = batch.valid.sum()
@@ -338,7 +338,7 @@ def g13_denominator_of_all_tokens(patch: Patch) -> None:
     from moeverify.train.objective import Normalizers, count_valid
 
     @patch.replace(count_valid)
-    def count_all(batches: Sequence[Batch], sums: Sums, num_rows: int) -> Normalizers:
+    def count_all(batches: Sequence[MicroBatch], sums: GroupSums, num_rows: int) -> Normalizers:
         local = torch.tensor(sum(batch.valid.numel() for batch in batches), device=batches[0].valid.device)
         return Normalizers(sums.over_batch(local), num_rows)
 
@@ -363,7 +363,7 @@ def g14_gradients_of_last_micro_batch(patch: Patch) -> None:
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
         program.engine.zero_grad()
@@ -412,7 +412,7 @@ def g15_sync_flag_after_forward(patch: Patch) -> None:
     "G16",
     title="the optimizer steps on each micro-batch",
     source="huggingface/accelerate PR #2790",
-    mechanism="one flag stands for `synchronize gradients` and for `step now`",
+    mechanism="one flag means both `synchronize gradients` and `step now`",
     trigger="gradient accumulation",
     case=make_case("g16", preset="tiny-gpt", tp=2, micro_batches=2, optimizer="adamw"),
     where=(At(name="embed*"),),
@@ -428,7 +428,7 @@ def g16_step_for_each_micro_batch(patch: Patch) -> None:
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
         if batch.share.rows[0] != program.share.rows[0]:

@@ -74,7 +74,7 @@ STALE_LAYER = "1"
     where=(At(name="layers.1.*"), At(name="layers.1")),
     causes=(Cause.STALE,),
     is_moe=False,
-    notes="upstream the copy is a low-precision one; here it is what FSDP2 gathers from the shards",
+    notes="upstream the copy is a low-precision one; here it is the weight that FSDP2 gathers",
 )
 def n02_stale_compute_weights(patch: Patch) -> None:
     """Keep the gathered weights of one block after the first forward pass."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from moeverify.cases.schema import Layout
     from moeverify.parallel.gradients import Reduction
-    from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, Work
+    from moeverify.parallel.pipeline import ModelStage, Pipeline, Shapes, StepParts
 
 
 _ROUNDS = 2
@@ -63,7 +63,7 @@ def l01_scaled_accumulation(patch: Patch) -> None:
         return replace(built, num_micro_batches=layout.micro_batches)
 
     @patch.replace(Pipeline.run)
-    def run_rounds(self: Pipeline, tokens: Tensor, work: Work) -> None:
+    def run_rounds(self: Pipeline, tokens: Tensor, work: StepParts) -> None:
         numbers = torch.arange(self.num_micro_batches)
         for stage in self.stages:
             stage.work = work
@@ -107,7 +107,7 @@ def l02_pipeline_backpropagates_sum(patch: Patch) -> None:
     "L03",
     title="gradients under a pipeline are divided by the micro-batches once more",
     source="pytorch/pytorch PR #144352; AReaL PR #1273",
-    mechanism="the schedule divides by the number of micro-batches what the loss function has divided already",
+    mechanism="the loss function divides by the number of micro-batches, and the schedule divides again",
     trigger="a pipeline with more than one micro-batch",
     case=make_case("l03", dp_shard=2, pp=2, micro_batches=4, stage_layers=(2, 1)),
     where=(At(axis="micro-batches"),),
@@ -138,7 +138,7 @@ RESTART = 2
     where=(At(share="micro_batch"),),
     causes=(Cause.SHARE_WEIGHTS,),
     is_moe=False,
-    notes="rows are equally long here: the third micro-batch stands for one of another length",
+    notes="rows are equally long here: the third micro-batch takes the place of one of another length",
 )
 def l04_gradients_of_earlier_shapes(patch: Patch) -> None:
     """Drop a stage's gradients at the start of the third micro-batch."""

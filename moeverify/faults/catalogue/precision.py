@@ -111,7 +111,7 @@ def m03_combine_in_bf16(patch: Patch) -> None:
     causes=(Cause.PRECISION,),
     precisions=("mixed",),
     is_moe=False,
-    notes="M02 where most people meet it: the bounds of mixed precision are wider than what the reduction adds, "
+    notes="M02 where most people meet it: the bounds of mixed precision are wider than the error of the reduction, "
     "so it is seen by the dtype of the collectives alone",
 )
 def m04_reduction_in_compute_dtype(patch: Patch) -> None:

@@ -256,12 +256,14 @@ def b09_skipped_router_gradient(patch: Patch) -> None:
 )
 def b10_unreduced_shared_gate(patch: Patch) -> None:
     """Remove shared gates from the parameters whose gradients are summed over tp."""
-    from moeverify.model.moe import MoE
+    from moeverify.model.moe import MoELayer
 
     leave_unreduced(
         patch,
         lambda module: (
-            [module.shared_gate.weight] if isinstance(module, MoE) and module.shared_gate is not None else []
+            [module.shared_gate.weight]
+            if isinstance(module, MoELayer) and module.shared_gate is not None
+            else []
         ),
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moeverify.cases.schema import Recompute
 from moeverify.faults.fault import fault
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from moeverify.model.transformer import Transformer
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.observer import Observer
-    from moeverify.train.data import Batch
+    from moeverify.train.data import MicroBatch
     from moeverify.train.program import Program, ReadableState
 
 
@@ -50,7 +50,7 @@ def d01_bias_moved_per_micro_batch(patch: Patch) -> None:
         original: Original[list[Tensor]],
         recipe: Recipe,
         program: Program,
-        batch: Batch,
+        batch: MicroBatch,
         observer: Observer,
         step: int,
         replayed: ReadableState | None,
@@ -90,16 +90,9 @@ def d03_bias_of_first_layer(patch: Patch) -> None:
     moved: list[Tensor] = []
 
     @patch.wrap(update_selection_bias)
-    def begin(
-        original: Original[None],
-        moe: MoE,
-        program: Program,
-        counts: Sequence[Tensor],
-        observer: Observer,
-        step: int,
-    ) -> None:
+    def begin(original: Original[None], *args: Any, **named: Any) -> None:
         moved.clear()
-        original(moe, program, counts, observer, step)
+        original(*args, **named)
 
     @patch.wrap(move_bias)
     def move_first(original: Original[None], bias: Tensor, counts: Tensor, rate: float) -> None:
@@ -141,16 +134,9 @@ def d06_counts_without_tp(patch: Patch) -> None:
     from moeverify.train.routing import update_selection_bias
 
     @patch.wrap(update_selection_bias)
-    def count_own(
-        original: Original[None],
-        moe: MoE,
-        program: Program,
-        counts: Sequence[Tensor],
-        observer: Observer,
-        step: int,
-    ) -> None:
+    def count_own(original: Original[None], moe: MoE, program: Program, *rest: Any, **named: Any) -> None:
         sums = replace(program.sums, over_tokens=program.sums.over_batch)
-        original(moe, replace(program, sums=sums), counts, observer, step)
+        original(moe, replace(program, sums=sums), *rest, **named)
 
 
 @fault(

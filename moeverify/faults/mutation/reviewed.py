@@ -94,7 +94,7 @@ _NO_ROOT = "module and factor are right; that it is 1/sqrt(tp) is not said"
 _NOT_REDUCED = "8 gradients are not reduced over tp: the 2 replicas sum to the expected value"
 _DOUBLED = (
     "8 gradients are 2x too large; 2 = ep = etp = dp_shard = tp (ambiguous in this layout); not confirmed, 49 of the "
-    "57 gradients that lie on ep alike match"
+    "57 gradients with the same placement on ep match"
 )
 
 BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
@@ -133,7 +133,7 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
     ): ("place", "module and factor are right; that it is 1/sqrt(tp) is not said"),
     (
         "train.assemble:assemble_parallel:other-condition:0",
-        "no initial_weight of experts differs in what the ranks of one ep group hold",
+        "all ranks of each ep group hold the same initial_weight of experts",
     ): ("right", "the layout is not applied, and ep is the axis that should have divided the experts"),
     (
         "train.forward:reference_losses:off-by-one:3",
@@ -185,7 +185,7 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
     ): ("place", _COUNTS),
     (
         "parallel.moe_tensor:apply_token_slices.before:chunk-order:0",
-        "rank 0 counts 276 choices of each of 2 routers, as many as are expected, but not of the expected experts",
+        "rank 0 counts 276 choices of each of 2 routers, the expected number, but for other experts than expected",
     ): ("place", _COUNTS),
     ("parallel.tensor:_spread_norm.average:other-denominator:0", _ROOT): ("place", _NO_ROOT),
     ("parallel.tensor:_spread_norm.average:swap-collective:0", _ROOT): ("place", _NO_ROOT),
@@ -225,7 +225,7 @@ BY_HAND: Mapping[tuple[str, str], tuple[CauseVerdict, str]] = {
     ): ("place", _COUNTS),
     (
         "train.forward:reference_losses:off-by-one:2",
-        "rank 0 counts 276 choices of each of 2 routers, as many as are expected, but not of the expected experts",
+        "rank 0 counts 276 choices of each of 2 routers, the expected number, but for other experts than expected",
     ): ("place", _COUNTS),
     (
         "train.loop:_run_one_by_one:off-by-one:0",

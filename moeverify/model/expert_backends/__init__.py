@@ -42,7 +42,7 @@ class ExpertBackend(Implementation):
         """
 
     def build_block(self, hidden: int, spec: MoE, *, factory: Factory) -> nn.Module | None:
-        """Return a block with the interface of `moeverify.model.moe.MoE`, or None to use that class.
+        """Return a block with the interface of `moeverify.model.moe.MoELayer`, or None to use that class.
 
         Raises: CaseError when the block does not support the dtype, or its package is not installed.
         """

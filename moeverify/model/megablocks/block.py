@@ -129,7 +129,7 @@ class DroplessExperts(ParallelDroplessMLP, ExpertHolder):  # type: ignore[misc]
 
 
 class DroplessMoE(dMoE, DividesExperts):  # type: ignore[misc]
-    """megablocks' dMoE with the interface of `moeverify.model.moe.MoE`.
+    """megablocks' dMoE with the interface of `moeverify.model.moe.MoELayer`.
 
     Parameters of `experts.mlp` on a rank: w1 (gate) and v1 (up) (e * f, H), w2 (down) (e * f, H).
     """

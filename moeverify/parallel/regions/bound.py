@@ -43,7 +43,7 @@ class BoundTensors:
     def find_rebound(self) -> list[Rebound]:
         """Return the names that are now bound to a replacement tensor.
 
-        These do not count as replacements: a gathered tensor in place of a shard, a view of the old tensor,
+        These do not count as replacements: a gathered tensor instead of a shard, a view of the old tensor,
         and another parameter of the model (weight tying).
         """
         found = []

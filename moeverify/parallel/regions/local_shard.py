@@ -29,7 +29,7 @@ def logical_name(name: str) -> str:
     return _WRAPPERS.sub("", name).lstrip(".")
 
 
-class StorageLayout(Protocol):
+class StoredParameter(Protocol):
     """Storage of a logical parameter in a third-party module (see `parameters`)."""
 
     @property
@@ -110,10 +110,10 @@ def parameters(model: nn.Module) -> list[LocalShard]:
     return shards
 
 
-def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StorageLayout]]]:
+def _stored_otherwise(model: nn.Module) -> Iterator[tuple[str, tuple[str, StoredParameter]]]:
     """Yield (name of the parameter, (logical name of its module, its storage layout))."""
     for prefix, module in model.named_modules():
-        described: Mapping[str, StorageLayout] = getattr(module, "stored_as", {})
+        described: Mapping[str, StoredParameter] = getattr(module, "stored_as", {})
         for name, stored in described.items():
             yield f"{prefix}.{name}", (logical_name(prefix), stored)
 
@@ -149,14 +149,14 @@ def _take_rows(tensor: Tensor, *, block: RowBlock) -> Tensor:
     return tensor.narrow(0, block.start, len(block.indices))
 
 
-def _shard(module: str, stored: StorageLayout, parameter: Tensor, region: Region) -> LocalShard:
+def _shard(module: str, stored: StoredParameter, parameter: Tensor, region: Region) -> LocalShard:
     name = f"{module}.{stored.name}"
     if not stored.rows:
         return LocalShard(name, parameter, region)
     return LocalShard(name, parameter, _unstack(region, stored), partial(_split_rows, stored=stored))
 
 
-def _unstack(region: Region, stored: StorageLayout) -> Region:
+def _unstack(region: Region, stored: StoredParameter) -> Region:
     """Return the region of (E, rows, n) or (E, n, rows) that corresponds to a region of (E * rows, n).
 
     Raises: ValueError when a shard ends within an expert, which is no box of a transposed tensor.
@@ -171,7 +171,7 @@ def _unstack(region: Region, stored: StorageLayout) -> Region:
     return Region.box((height // stored.rows, high, wide), (experts, along, across))
 
 
-def _split_rows(tensor: Tensor, *, stored: StorageLayout) -> Tensor:
+def _split_rows(tensor: Tensor, *, stored: StoredParameter) -> Tensor:
     apart = tensor.view(-1, stored.rows, tensor.shape[-1])
     return apart.transpose(1, 2) if stored.is_transposed else apart
 

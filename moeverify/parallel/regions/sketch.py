@@ -52,7 +52,7 @@ _CHUNK, _CHUNK_OF_DEVICE = 1 << 16, 1 << 25  # elements that are converted to fl
 
 
 @dataclass(frozen=True)
-class Grid:
+class BlockGrid:
     """The blocks of a logical tensor: the number of cuts of every dim, with equal sizes but for the last."""
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class Grid:
 
     @classmethod
     @lru_cache(maxsize=4096)
-    def of(cls, shape: tuple[int, ...]) -> Grid:
+    def of(cls, shape: tuple[int, ...]) -> BlockGrid:
         """Return the blocks of a tensor of this shape.
 
         Matrices are cut into up to 32 bands of rows and 4 of columns. With three dims the first one has the
@@ -119,7 +119,7 @@ def find_confidence(shape: tuple[int, ...]) -> float:
     The part has at least one in `PARTS` of the blocks. The error of fewer blocks may be larger by up to
     `CONFIDENT[1]`.
     """
-    reached = Grid.of(shape).num_blocks // PARTS
+    reached = BlockGrid.of(shape).num_blocks // PARTS
     return CONFIDENT[max(count for count in CONFIDENT if count <= max(1, reached))]
 
 
@@ -137,7 +137,7 @@ def sketch(local: Tensor, region: Region) -> Tensor:
 
     `local` has shape `region.local_shape`. Elements that are not finite count, and are zero in all sums.
     """
-    grid = Grid.of(region.shape)
+    grid = BlockGrid.of(region.shape)
     rows = torch.zeros((grid.num_blocks, WIDTH), dtype=torch.float64, device=local.device)
     for box, start in _list_boxes(region):
         shape = [len(indices) for indices in box]
@@ -148,10 +148,10 @@ def sketch(local: Tensor, region: Region) -> Tensor:
     return rows
 
 
-def _add_box(rows: Tensor, grid: Grid, local: Tensor, box: Sequence[Indices]) -> None:
+def _add_box(rows: Tensor, grid: BlockGrid, local: Tensor, box: Sequence[Indices]) -> None:
     device = local.device
     if not box:
-        local, box, grid = local.reshape(1), (range(1),), Grid((1,), (1,))
+        local, box, grid = local.reshape(1), (range(1),), BlockGrid((1,), (1,))
     columns = _as_tensor(box[-1], device)
     lead = torch.zeros(1, dtype=torch.int64, device=device)  # the logical row, flattened
     bands = torch.zeros(1, dtype=torch.int64, device=device)
@@ -210,7 +210,7 @@ def hash_blocks(local: Tensor, region: Region) -> Tensor:
 
     Values are hashed as float64 or int64, so that a narrower dtype with equal values has an equal hash.
     """
-    grid = Grid.of(region.shape)
+    grid = BlockGrid.of(region.shape)
     total = torch.zeros(grid.num_blocks, dtype=torch.int64, device=local.device)
     places = region.flat_index(local.device).reshape(-1)
     values = local.detach().reshape(-1)
@@ -223,7 +223,7 @@ def hash_blocks(local: Tensor, region: Region) -> Tensor:
     return total
 
 
-def _find_blocks(grid: Grid, place: Tensor) -> Tensor:
+def _find_blocks(grid: BlockGrid, place: Tensor) -> Tensor:
     found, stride = torch.zeros_like(place), 1
     for size, cut, step in zip(reversed(grid.shape), reversed(grid.cuts), reversed(grid.sizes), strict=True):
         found += (place % size) // step * stride

@@ -14,6 +14,7 @@ from markupsafe import Markup
 from moeverify.errors import FormatError
 from moeverify.report import operator_page
 from moeverify.report.explanation import number_findings
+from moeverify.report.failed_ranks import group_ranks
 from moeverify.report.files import write_atomically
 from moeverify.report.matrix import find_matrices
 from moeverify.report.next_steps import Kept, advise
@@ -23,7 +24,6 @@ from moeverify.report.page import render_page
 from moeverify.report.pictures.picture import Picture, format_svg
 from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_check, order_findings
-from moeverify.report.stacks import group_ranks
 from moeverify.results.finding import MAX_CONCLUSIVE, Finding
 from moeverify.results.run import CaseResult, RunResult
 

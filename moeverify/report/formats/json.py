@@ -44,7 +44,7 @@ def read_run(path: Path) -> RunResult:
     file = find_run_file(path)
     if path.is_dir() and not file.exists():
         raise FormatError(f"{path} holds no {RUN_FILE}; name a folder that `moeverify run --out` made")
-    remedy = "run the cases again, or name what `moeverify run` wrote by --out or --json"
+    remedy = "run the cases again, or name the output of `moeverify run --out` or `--json`"
     document = JsonFile.read(file, remedy)
     version = _check_version(document)
     if version >= _SEALED_SINCE:

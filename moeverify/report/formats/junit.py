@@ -6,12 +6,12 @@ from datetime import datetime
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from moeverify.report.failed_ranks import group_ranks
 from moeverify.report.files import write_atomically
 from moeverify.report.finding_rows import describe_finding, name_finding
 from moeverify.report.numbers import format_number, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.sorting import order_findings
-from moeverify.report.stacks import group_ranks
 from moeverify.report.words.cause import describe_cause
 from moeverify.report.words.run import list_notes
 from moeverify.results.run import CaseResult, RunResult

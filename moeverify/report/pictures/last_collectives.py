@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
-from moeverify.report.meetings import Meeting, align_records
+from moeverify.report.meetings import PendingCollective, align_records
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.pictures.picture import Picture, clear_frame, make_figure
 from moeverify.report.pictures.theme import COLORS
@@ -56,7 +56,7 @@ def draw(case: CaseResult) -> Picture | None:
     return Picture(TITLE, _describe(columns, reports, len(case.rank_reports)), figure)
 
 
-def _choose_colors(columns: Sequence[Meeting]) -> Mapping[str, str]:
+def _choose_colors(columns: Sequence[PendingCollective]) -> Mapping[str, str]:
     """Return the colour of each mesh axis, the most used axis first."""
     used = Counter(record.axis for meeting in columns for record in meeting.records.values())
     return {
@@ -93,7 +93,7 @@ def _draw_cell(axes: Axes, column: int, row: int, text: str, face: str, edge: st
     axes.text(column + 0.5, row + 0.5, text, fontsize=6.5, linespacing=0.95, color=ink, **center)
 
 
-def _make_handles(columns: Sequence[Meeting], colors: Mapping[str, str]) -> list[Patch]:
+def _make_handles(columns: Sequence[PendingCollective], colors: Mapping[str, str]) -> list[Patch]:
     handles = [
         Patch(facecolor=color, label=clean(axis) if axis else "other groups")
         for axis, color in list(colors.items())[:_NUM_COLORS]
@@ -106,7 +106,7 @@ def _make_handles(columns: Sequence[Meeting], colors: Mapping[str, str]) -> list
     return handles
 
 
-def _describe(columns: Sequence[Meeting], reports: Sequence[RankReport], num_ranks: int) -> str:
+def _describe(columns: Sequence[PendingCollective], reports: Sequence[RankReport], num_ranks: int) -> str:
     states = {report.rank: report.state for report in reports}
     sentences = [_describe_open(meeting, states) for meeting in columns if meeting.open_ranks]
     sentences += [_describe_disagreement(meeting) for meeting in columns if meeting.disagrees]
@@ -122,7 +122,7 @@ def _describe(columns: Sequence[Meeting], reports: Sequence[RankReport], num_ran
     return " ".join(sentences)
 
 
-def _describe_open(meeting: Meeting, states: Mapping[int, str]) -> str:
+def _describe_open(meeting: PendingCollective, states: Mapping[int, str]) -> str:
     first = meeting.records[min(meeting.open_ranks)]
     text = f"{name_collective(first)} is not over on {format_ranks(sorted(meeting.open_ranks))}"
     if meeting.missing:
@@ -134,7 +134,7 @@ def _describe_open(meeting: Meeting, states: Mapping[int, str]) -> str:
     return f"{text}."
 
 
-def _describe_disagreement(meeting: Meeting) -> str:
+def _describe_disagreement(meeting: PendingCollective) -> str:
     issued = ", ".join(f"rank {rank} {record.op}" for rank, record in sorted(meeting.records.items()))
     first = next(iter(meeting.records.values()))
     return f"Ranks meet in different collectives at #{first.sequence} of their group: {issued}."

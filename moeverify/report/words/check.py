@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import singledispatch
 from typing import NamedTuple
 
-from moeverify.report.numbers import format_count, format_number
+from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.report.words.axis_use import describe_shares, describe_uses
 from moeverify.report.words.optimizer import describe_recomputed
 from moeverify.results.cause import Cause
@@ -22,6 +22,7 @@ from moeverify.results.facts import (
     CrossEntropyFacts,
     DtypeFacts,
     Dtypes,
+    DtypeUse,
     ExpertFacts,
     Float8Facts,
     GatheredFacts,
@@ -38,7 +39,6 @@ from moeverify.results.facts import (
     RouterFacts,
     RouterGradientFacts,
     ShardingFacts,
-    Use,
 )
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.step_facts import RecomputedFacts
@@ -46,15 +46,19 @@ from moeverify.results.step_facts import RecomputedFacts
 _MOST_NAMED = 3  # parameters per finding
 _MOST_EXPERTS = 4
 
-_PARTS = {"all": "", "experts": " of experts", "others": " of what is no expert"}
-_DTYPE_CAUSES: Mapping[Use, str] = {
-    Use.COMPUTES: "{module} computes with parameters in {dtype} instead of {wanted}",
-    Use.REDUCES: "the gradients of {module} are reduced in {dtype} instead of {wanted}",
-    Use.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
-    Use.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
-    Use.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
-    Use.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
-    Use.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
+_PARTS = {"all": "", "experts": " of experts", "others": " outside of experts"}
+_DTYPE_CAUSES: Mapping[DtypeUse, str] = {
+    DtypeUse.COMPUTES: "{module} computes with parameters in {dtype} instead of {wanted}",
+    DtypeUse.REDUCES: "the gradients of {module} are reduced in {dtype} instead of {wanted}",
+    DtypeUse.WEIGHT: "the parameters of {module} are kept in {dtype} instead of {wanted}",
+    DtypeUse.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
+    DtypeUse.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
+    DtypeUse.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
+    DtypeUse.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
+}
+_DTYPE_HOLDERS = dict.fromkeys(DtypeUse, "parameters") | {
+    DtypeUse.OUTPUT: "module outputs",
+    DtypeUse.RESIDUAL: "residual streams",
 }
 # Checks whose findings have no facts beyond name and kind.
 _EVIDENCE: Mapping[str, str] = {
@@ -136,7 +140,7 @@ def _(facts: ComparedFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: BitFacts, finding: Finding) -> Words:
-    return Words(evidence=("the values are equal as numbers, their bits or their type are not",))
+    return Words(evidence=("the values are equal as numbers, but their bits or their dtype differ",))
 
 
 @describe_facts.register
@@ -146,7 +150,7 @@ def _(facts: ReboundFacts, finding: Finding) -> Words:
     cause = (
         f"{finding.tensor} was bound to another tensor in step {finding.step}; {keepers} {verb} the old one"
     )
-    return Words(cause, "", ("the error is that of the old values against those that the module has",))
+    return Words(cause, "", ("the error compares the old values with the values that the module has",))
 
 
 @describe_facts.register
@@ -162,9 +166,7 @@ def _(facts: CoverageFacts, finding: Finding) -> Words:
         return Words(evidence=(f"{finding.kind}: no rank holds any of it",))
     text = f"{finding.kind}: the ranks hold {facts.num_held} of {facts.num_elements} elements"
     if finding.code == Cause.DATA:
-        cause = (
-            "the ranks together do not have each token of the batch once: some are missing, or there twice"
-        )
+        cause = "the ranks together do not have each token of the batch exactly once: some are missing or repeated"
         return Words(cause, "", (text,))
     return Words(evidence=(text,))
 
@@ -173,7 +175,7 @@ def _(facts: CoverageFacts, finding: Finding) -> Words:
 def _(facts: ShardingFacts, finding: Finding) -> Words:
     if facts.is_misplaced:
         return Words(
-            f"ranks of {facts.axis} store other experts than the placement of this step gives them",
+            f"ranks of {facts.axis} store experts that the placement of this step does not assign to them",
             "",
             ("an exchange did not take place on all ranks, or a rank has the experts of another row",),
         )
@@ -191,11 +193,11 @@ def _(facts: ShardingFacts, finding: Finding) -> Words:
         named, left_out = ", ".join(facts.modules[:_MOST_NAMED]), len(facts.modules) - _MOST_NAMED
         named = f"{named}{f' and {left_out} more' if left_out > 0 else ''}"
         if facts.is_repeated:
-            return Words(f"several ranks of one {facts.axis} group have {named}, and one of them should")
+            return Words(f"{named}: on several ranks of one {facts.axis} group instead of one")
         if facts.is_elsewhere:
-            return Words(f"the ranks of {facts.axis} that have {named} are not those that have their stages")
+            return Words(f"{named}: on other ranks of {facts.axis} than their pipeline stage")
         what = f"{finding.kind} of {named}"
-    return Words(f"no {what} differs in what the ranks of one {facts.axis} group hold")
+    return Words(f"all ranks of each {facts.axis} group hold the same {what}")
 
 
 @describe_facts.register
@@ -206,14 +208,13 @@ def _(facts: DtypeFacts, finding: Finding) -> Words:
     named = ", ".join(facts.parameters[:_MOST_NAMED])
     left_out = len(facts.parameters) - _MOST_NAMED
     more = f" and {left_out} more" if left_out > 0 else ""
-    what = {Use.OUTPUT: "module outputs", Use.RESIDUAL: "residual streams"}.get(facts.use, "parameters")
-    evidence = [f"{len(facts.parameters)} of {facts.num_known} {what}: {named}{more}"]
-    if facts.use is Use.RESIDUAL:
-        evidence = [f"{facts.dtype} rounds the whole stream, not only what {facts.module} adds to it"]
+    evidence = [f"{len(facts.parameters)} of {facts.num_known} {_DTYPE_HOLDERS[facts.use]}: {named}{more}"]
+    if facts.use is DtypeUse.RESIDUAL:
+        evidence = [f"{facts.dtype} rounds the whole residual stream, not only the output of {facts.module}"]
     if facts.site:
         evidence.insert(0, f"at {facts.site}")
     if facts.how:
-        evidence.append(f"{'by' if facts.use is Use.REDUCES else 'its'} {', '.join(facts.how)}")
+        evidence.append(f"{'by' if facts.use is DtypeUse.REDUCES else 'its'} {', '.join(facts.how)}")
     if facts.could_declare:
         evidence.append(f"if that is meant, declare it by layout.in_float32: [{facts.module}]")
     return Words(cause, "", tuple(evidence))
@@ -225,21 +226,14 @@ def _(facts: GatheredFacts, finding: Finding) -> Words:
     if facts.is_stale:
         cause = f"{module} computes with the weights of the step before: they were not refreshed"
     elif facts.sources:
-        places = ", ".join(
-            f"that of rank {other} for rank {rank}'s" for rank, other in facts.sources[:_MOST_NAMED]
-        )
+        moves = (f"rank {other}'s part as rank {rank}'s" for rank, other in facts.sources[:_MOST_NAMED])
         more = ", ..." if len(facts.sources) > _MOST_NAMED else ""
-        cause = f"{module} computes with parts of weights in each other's places: it has {places}{more}"
+        cause = f"{module} computes with misplaced parts of weights: {', '.join(moves)}{more}"
     else:
-        cause = f"{module} computes with other weights than the ranks store: what was gathered is not what is stored"
-    return Words(
-        cause,
-        "",
-        (
-            f"{facts.num_parameters} of {facts.num_known} gathered parameters",
-            f"{facts.num_wrong} of {facts.num_compared} compared elements of {facts.parameter} in {facts.dtype}",
-        ),
-    )
+        cause = f"{module} computes with gathered weights that differ from the weights that the ranks store"
+    parameters = f"{facts.num_parameters} of {facts.num_known} gathered parameters"
+    elements = f"{facts.num_wrong} of {facts.num_compared} compared elements"
+    return Words(cause, "", (parameters, f"{elements} of {facts.parameter} in {facts.dtype}"))
 
 
 _OPERANDS = {
@@ -261,15 +255,15 @@ def _(facts: Float8Facts, finding: Finding) -> Words:
     *more, last = (_OPERANDS.get(name, name) for name in facts.operands)
     operands = f"{', '.join(more)} and {last}" if more else last
     cause = {
-        "": f"{module} rounds {operands} to float8 with scales that are not those of their largest elements",
+        "": f"{module} rounds {operands} to float8 with scales that do not match their largest elements",
         "own-rank": f"{module} scales {operands} by the largest element of one rank, not reduced over {facts.axis}",
         "step-before": f"{module} scales {operands} by the largest elements of the step before",
         "another": f"{module} scales {operands} by the largest elements of another operand",
-        "numbers": f"{module} rounds {operands} to other numbers of float8 than their scales give",
-        "product": f"{module} has {operands} that are not the product of its operands in float8",
+        "numbers": f"{module} rounds {operands} to float8 numbers that do not follow from their scales",
+        "product": f"{module} has {operands} that differ from the product of its float8 operands",
     }[facts.source]
     what = f"{_OPERANDS.get(facts.operand, facts.operand)} of {facts.layer}"
-    scales = f"{facts.used:.6g} in place of {facts.wanted:.6g} for {what}"
+    scales = f"{facts.used:.6g} instead of {facts.wanted:.6g} for {what}"
     scales += f", which is the scale of {facts.other}" if facts.other else ""
     counted = f"{facts.num_wrong} of {facts.num_compared} compared "
     counted += "elements there" if facts.source in ("numbers", "product") else "scales there"
@@ -278,7 +272,7 @@ def _(facts: Float8Facts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: PatternFacts, finding: Finding) -> Words:
-    return Words(f"`{facts.pattern}` of layout.in_float32 names no module that was seen to compute")
+    return Words(f"`{facts.pattern}` of layout.in_float32 matches no module that computed anything")
 
 
 @describe_facts.register
@@ -286,7 +280,7 @@ def _(facts: ExpertFacts, finding: Finding) -> Words:
     if not facts.wrong:
         return Words(evidence=("two experts have the same values, and were saved with different ones",))
     said = [
-        f"{number} is none of them" if twin is None else f"{number} is {twin}"
+        f"{number} equals no saved expert" if twin is None else f"{number} is {twin}"
         for number, twin in facts.wrong[:_MOST_EXPERTS]
     ]
     if len(facts.wrong) > _MOST_EXPERTS:
@@ -303,8 +297,8 @@ def _(facts: RecomputedFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: ClipFacts, finding: Finding) -> Words:
     if facts.is_coefficient:
-        return Words("the clip coefficient is not that of the gradient norm which this rank has")
-    return Words("the gradient norm is not that of the gradients which the ranks have")
+        return Words("the clip coefficient does not follow from this rank's gradient norm")
+    return Words("the gradient norm is not the norm of the ranks' gradients")
 
 
 @describe_facts.register
@@ -322,12 +316,12 @@ def _(facts: CrossEntropyFacts, finding: Finding) -> Words:
 def _(facts: ObjectiveFacts, finding: Finding) -> Words:
     made_of = {
         "lm": "the ranks' own token losses, divided by the valid tokens of the batch",
-        "total": "its terms, of which each is right",
+        "total": "its terms, each of which is right",
     }.get(finding.tensor, "the inputs and choices of the ranks' own routers")
     numbers: tuple[str, ...] = ()
     if finding.expected is not None and finding.actual is not None:
         numbers = (f"computed again {finding.expected:.10g}, reported {finding.actual:.10g}",)
-    return Words(f"the reported {finding.tensor} loss is not that of {made_of}", "", numbers)
+    return Words(f"the reported {finding.tensor} loss does not follow from {made_of}", "", numbers)
 
 
 def _count_by_rank(factors: Mapping[int, float | None]) -> str:
@@ -350,10 +344,8 @@ _FORMS = {
 @describe_facts.register
 def _(facts: RouterGradientFacts, finding: Finding) -> Words:
     if facts.term == "combine" and facts.in_router and None in facts.factors.values():
-        text = (
-            "the gradient of the router's weight is not what follows from its input and what comes back to it"
-        )
-        return Words(text, "", (f"so it is in {facts.num_routers} routers",))
+        text = "the gradient of the router's weight does not follow from its input and its output gradient"
+        return Words(text, "", (f"the same in {facts.num_routers} routers",))
     term, _, padding = facts.term.partition(" ")
     source = "the combine weights" if term == "combine" else f"the {term} loss"
     if padding:
@@ -368,10 +360,10 @@ def _(facts: RouterGradientFacts, finding: Finding) -> Words:
         if each is not None
     ]
     if facts.num_routers > 1:
-        evidence.append(f"so it is in {facts.num_routers} routers")
+        evidence.append(f"the same in {facts.num_routers} routers")
     if value is None:
-        how = "computes the gradient otherwise than its input and the routing say"
-        return Words(f"{source} {how}", source, tuple(evidence))
+        text = f"the gradient of {source} in the router does not follow from its input and the routing"
+        return Words(text, source, tuple(evidence))
     if value == "0":
         text = f"{source} has no gradient in the router"
     elif facts.form:
@@ -390,19 +382,15 @@ def _(facts: GradientSumFacts, finding: Finding) -> Words:
     if facts.is_own:
         text = f"the ranks' parts of the gradient of {layer} are not summed: each rank has its own"
     elif facts.factor is not None:
-        text = f"the gradient of {layer} is {facts.factor:.4g} times the sum of what the ranks have computed"
+        text = f"the gradient of {layer} is {facts.factor:.4g} times the sum of the ranks' contributions"
     elif facts.left_out:
-        text = f"the gradient of {layer} lacks what {_name_ranks(facts.left_out)} computed"
+        text = f"the gradient of {layer} lacks the contribution of {format_ranks(facts.left_out)}"
     elif facts.factors:
         counted = _count_by_rank(facts.factors)
-        text = f"the gradient of {layer} counts what was computed {counted}"
+        text = f"the gradient of {layer} counts the contributions {counted}"
     else:
-        text = f"the gradient of {layer} is not what its inputs and the gradients of its outputs give on all ranks"
+        text = f"the gradient of {layer} does not follow from its inputs and output gradients on all ranks"
     return Words(text)
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {_join(ranks)} have"
 
 
 @describe_facts.register
@@ -410,16 +398,16 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
     noun = "experts" if facts.quantity == "counts" else "tokens"
     seen = f"{facts.num_wrong} of {facts.num_tokens} {noun}"
     if facts.quantity == "choice":
-        text = f"{finding.tensor} chooses other experts than its own input and weights say"
+        text = f"{finding.tensor} chooses experts that do not follow from its own input and weights"
         margin = f", the clearest by {format_number(facts.margin or 0.0)} times the rounding of its scores"
         return Words(text, "", (seen + margin,))
     if facts.rounded:
-        text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it makes weights of them"
+        text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it computes weights from them"
         exact = f"its {facts.rounded} in {facts.dtype} give the weights that it has, bit for bit"
         return Words(text, "", (seen, exact))
     if facts.quantity == "weights":
         return Words(f"{finding.tensor} has weights that do not follow from its own scores", "", (seen,))
-    return Words(f"{finding.tensor} counts other numbers of tokens than it sent", "", (seen,))
+    return Words(f"{finding.tensor} counts a different number of tokens than it sent", "", (seen,))
 
 
 @describe_facts.register
@@ -491,8 +479,8 @@ def _describe_unseen(facts: Dtypes) -> str:
     if not facts.num_unseen:
         return ""
     return (
-        f"{facts.num_unseen} of {facts.num_parameters} parameters, such as {facts.first_unseen}, were not seen to "
-        "compute: whether they are narrowed, and in what they are reduced, was not verified"
+        f"{facts.num_unseen} of {facts.num_parameters} parameters, such as {facts.first_unseen}, were not seen in "
+        "a computation: the dtypes in which they compute and are reduced were not verified"
     )
 
 

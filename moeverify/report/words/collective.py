@@ -8,7 +8,7 @@ from moeverify.results.failure import Absence, Disagreement, Hang, Waiting
 from moeverify.results.trace import CollectiveRecord
 
 _ABSENCES = {
-    "in another of the group": "entered another one of that group",
+    "in another of the group": "entered another collective of that group",
     "has left": "has left it",
     "never entered": "never entered it",
     "queued": "has it queued behind another collective",
@@ -105,7 +105,7 @@ def _name_with_site(record: CollectiveRecord, alike: Groups) -> str:
 def _name_place(waiting: Waiting) -> str:
     if waiting.has_ended:
         return "its process has ended"
-    return f"it is at {waiting.place}" if waiting.place else "where it is, is not known"
+    return f"it is at {waiting.place}" if waiting.place else "its place is not known"
 
 
 def _join(ranks: Sequence[int], mark: str = ",") -> str:

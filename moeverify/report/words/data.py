@@ -5,13 +5,13 @@ from __future__ import annotations
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.words.check import Words
 from moeverify.report.words.guard import describe_facts
-from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
+from moeverify.results.data import BatchField, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.finding import Finding
 
 __all__ = ["describe_facts"]
 
 MOST_POSITIONS = 4  # largest number of positions to list
-_MASKS = (Batch.MASK, Batch.LOSS_MASK)
+_MASKS = (BatchField.MASK, BatchField.LOSS_MASK)
 
 
 @describe_facts.register
@@ -22,14 +22,14 @@ def _(facts: DataFacts, finding: Finding) -> Words:
     ranks = {each.rank for each in alike if each.misread.micro_batch == first}
     numbers = {each.misread.micro_batch for each in alike}
     everywhere = len(facts.read) == len(alike) and len(numbers) == head.misread.num_micro_batches
-    what = "rows" if head.misread.batch is Batch.TOKENS and Batch.LABELS in facts.also else None
+    what = "rows" if head.misread.batch is BatchField.TOKENS and BatchField.LABELS in facts.also else None
     verb = "reads" if len(ranks) == 1 else "read"
     cause = f"{format_ranks(ranks)} {verb} {_describe_source(head, what)}{_describe_when(head.misread, everywhere)}"
     lines = [_describe_misread(each) for each in facts.read]
     if facts.num_more:
         lines.append(f"and {facts.num_more} more micro-batches, counted on every rank")
     if facts.also:
-        lines.append(f"so it is with the {' and '.join(each.value for each in facts.also)}")
+        lines.append(f"the same applies to the {' and '.join(each.value for each in facts.also)}")
     return Words(cause, "", tuple(lines))
 
 
@@ -71,10 +71,10 @@ def _describe_source(read: MisreadOnRank, noun: str | None) -> str:
         SourceKind.LABEL: f"a {what} that leaves out every token with the label {source.label}",
         SourceKind.ALL: f"a {what} that leaves nothing out",
         SourceKind.UNREAD: f"no {what} of micro-batch {misread.micro_batch}",
-        SourceKind.UNKNOWN: f"{article}{what} that {'is' if article else 'are'} none of this run's",
+        SourceKind.UNKNOWN: f"{article}{what} that this run does not contain",
     }
     if source.kind is SourceKind.UNKNOWN and not article and 2 * misread.num_wrong <= misread.num_elements:
-        return f"{misread.num_wrong} of {misread.num_elements} {what} otherwise than they are"
+        return f"wrong values for {misread.num_wrong} of {misread.num_elements} {what}"
     return texts[source.kind]
 
 

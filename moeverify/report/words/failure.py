@@ -11,26 +11,26 @@ from moeverify.report.words.collective import (
     describe_waiting,
     list_waits,
 )
-from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
+from moeverify.results.failure import EndKind, FailureCause, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 
 _ENDS = {
-    End.RAISED: "{error}",
-    End.BROKE_OFF: "broke off with its peer: {error}",
-    End.CRASHED: "{error}",
-    End.KILLED: "was killed by {signal}",
-    End.EXITED: "ended with status {status} without a report",
-    End.LEFT: "has ended",
-    End.OVER_TIME: "still in the job after {timeout:g} s",
-    End.HOLDS_LOCK: "over its time inside C code that holds the interpreter's lock",
-    End.FROZEN: "over its time: {process}",
-    End.STOPPED: "stopped after another rank failed",
-    End.SIGNALLED: "got {signal}: a peer has died, or the launch was cancelled",
-    End.STOPPED_WITH_LAUNCH: "stopped with its launch",
-    End.GONE: "gone with its launch, and left no word",
-    End.SILENT: "gone without a word (its launcher's log may know more)",
+    EndKind.RAISED: "{error}",
+    EndKind.BROKE_OFF: "lost the connection to its peer: {error}",
+    EndKind.CRASHED: "{error}",
+    EndKind.KILLED: "was killed by {signal}",
+    EndKind.EXITED: "ended with status {status} without a report",
+    EndKind.LEFT: "has ended",
+    EndKind.OVER_TIME: "still in the job after {timeout:g} s",
+    EndKind.HOLDS_LOCK: "timed out inside C code that holds the interpreter's lock",
+    EndKind.FROZEN: "over its time: {process}",
+    EndKind.STOPPED: "stopped after another rank failed",
+    EndKind.SIGNALLED: "got {signal}: a peer has died, or the launch was cancelled",
+    EndKind.STOPPED_WITH_LAUNCH: "stopped with its launch",
+    EndKind.GONE: "ended with its launch, without a report",
+    EndKind.SILENT: "ended without a report (see the log of its launcher)",
 }
-_OWN_ENDS = (End.RAISED, End.CRASHED, End.KILLED, End.FROZEN)
+_OWN_ENDS = (EndKind.RAISED, EndKind.CRASHED, EndKind.KILLED, EndKind.FROZEN)
 _PROCESS_STATES = {
     "stopped": "its process is stopped (SIGSTOP)",
     "traced": "a debugger holds its process",
@@ -54,7 +54,7 @@ def describe_end(end: RankEnd) -> str:
         timeout=end.timeout or 0.0,
         process=_PROCESS_STATES.get(end.process_state or "", ""),
     )
-    if end.how is End.KILLED and end.signal == signal.SIGKILL:
+    if end.how is EndKind.KILLED and end.signal == signal.SIGKILL:
         text += " (kill -9, or the kernel when memory ran out)"
     return text if end.waiting is None else f"{text}: {describe_waiting(end.waiting)}"
 
@@ -84,7 +84,7 @@ def _list_waits(failure: JobFailure) -> list[str]:
     waits = () if hang is None else hang.waits
     lines = []
     if end is not None and end.how in _OWN_ENDS:
-        verb = "raised " if end.how is End.RAISED else ""
+        verb = "raised " if end.how is EndKind.RAISED else ""
         lines.append(f"rank {failure.rank} {verb}{describe_end(end.model_copy(update={'waiting': None}))}")
     if hang is not None and waits:
         lines += list_waits(hang)
@@ -135,7 +135,7 @@ def _describe_origin(failure: JobFailure) -> str:
     if failure.hang is not None:
         sentences.append(describe_hang(failure.hang))
     elif failure.end is not None:
-        verb = "raised " if failure.end.how is End.RAISED else ""
+        verb = "raised " if failure.end.how is EndKind.RAISED else ""
         who = f"rank {failure.rank}{', which only waited,' if failure.only_waited else ''}"
         sentences.append(f"{who} {verb}{describe_end(failure.end)}")
     if failure.disagreement is not None:
@@ -149,7 +149,7 @@ def _describe_status(status: int | None) -> str:
         return "still runs"
     if status >= 0:
         return f"ended with status {status}"
-    return describe_end(RankEnd(how=End.KILLED, signal=-status))
+    return describe_end(RankEnd(how=EndKind.KILLED, signal=-status))
 
 
 def _name_signal(number: int | None) -> str:

@@ -31,8 +31,8 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
         return Words(cause, "", evidence)
     if facts.since == "start":
         cause = (
-            f"{tensors} began with other values on {ranks}, although their gradients are equal bit for bit: replicas "
-            "that were not seeded or broadcast alike"
+            f"{tensors} began with other values on {ranks}, although their gradients are equal bit for bit: these "
+            "replicas were seeded differently, or not broadcast"
         )
         return Words(cause, "initial values", evidence)
     where = ""
@@ -50,10 +50,10 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
     if facts.are_experts and facts.cause is None:
         cause = (
             f"{tensors} of experts began with the same values on {ranks} and were updated differently: different "
-            f"experts that should not begin alike, or replicas of one; {gradients}"
+            f"experts that should begin with different values, or replicas of one; {gradients}"
         )
         return Words(cause, "experts", evidence)
-    return Words(f"{tensors} that {ranks} began with alike are no longer equal; {gradients}", where, evidence)
+    return Words(f"{tensors} began equal on {ranks} and are no longer equal; {gradients}", where, evidence)
 
 
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:
@@ -67,8 +67,8 @@ def _describe_cause(cause: DriftCause) -> tuple[str, str]:
         return text, f"set at {cause.site}" if cause.site else "optimizer options"
     if cause.kind == "write":
         return (
-            f"their gradients are equal, and on {ranks} the weights were changed after the optimizer step, outside "
-            "of it: loaded, swapped or averaged on a part of the ranks"
+            f"their gradients are equal, and on {ranks} something other than the optimizer changed the weights "
+            "after its step: they were loaded, swapped or averaged on a part of the ranks"
         ), "weights"
     if cause.kind == "forward":
         first = f", first seen in the output of {cause.module}" if cause.module else ""
@@ -102,7 +102,7 @@ def _(facts: TokenFacts, finding: Finding) -> Words:
         return Words(cause, "data", evidence)
     cause = f"{format_ranks(finding.ranks)} are data-parallel and see the same tokens, so these count twice"
     rows = format_count(facts.num_rows, "row")
-    evidence = (f"{facts.num_shared} of {rows} of a rank; so it was in the sampled step before",)
+    evidence = (f"{facts.num_shared} of {rows} of a rank; the same in the previous sampled step",)
     return Words(cause, "data", evidence)
 
 
@@ -133,16 +133,16 @@ def _(facts: OwnNormFacts, finding: Finding) -> Words:
     else:
         residual = f"{error.residual:.1g}"
         evidence = (
-            f"with it all sampled steps are clipped to one limit (to {residual}), with the right one not"
+            f"by this norm all sampled steps are clipped to one limit (to {residual}), by the right one not"
         )
     if error.part == "local":
         cause = f"each rank's norm counts only its own part of {tensors} that the ranks share among them"
     elif error.part == "unknown" and facts.source == "ranks":
-        cause = "ranks clip by different coefficients: the norm is not that of the gradients of all ranks"
+        cause = "ranks clip by different coefficients: the norm does not cover the gradients of all ranks"
     elif error.part == "unknown" and facts.source == "coefficient":
         cause = "the norm counts tensors that every rank has whole and sharded ones by different factors"
     elif error.part == "unknown":
-        cause = f"the norm is {format_factor(error.ratio)} times that of the gradients that are there"
+        cause = f"the norm is {format_factor(error.ratio)} times the norm of the gradients"
     else:
         kind = "that every rank has whole" if error.part == "replicated" else "that are sharded"
         times = "leaves out" if error.times == 0 else f"counts {format_factor(error.times)} times"

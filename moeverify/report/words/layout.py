@@ -36,13 +36,13 @@ def _describe_order(order: Order, subject: Phrase) -> str:
         dims, right = _leave_out_fixed(order.dims, order.right)
         if order.way == "stored" and _is_interleaved(dims, right):
             parts = _name_blocks(right[0])
-            return f"{have} {parts} interleaved, one by one, that should come one after the other"
+            return f"{have} {parts} interleaved element by element instead of one after the other"
         if order.way == "read" and _is_interleaved(dims, right):
             what = _PLURALS.get(right[1].name, right[1].name)
             parts = (
                 f"{have} {'elements' if what == 'width' else what} dealt in turn to {_name_blocks(right[0])}"
             )
-            return f"{parts}, where each should have its own one after the other"
+            return f"{parts}; each should have consecutive ones"
         stored, read = (dims, right) if order.way == "stored" else (right, dims)
         return f"{be} stored as {_name_dims(stored)} and read as {_name_dims(read)}"
     return f"{have} {_describe_turn(order)}"
@@ -64,7 +64,7 @@ def _describe_parts(order: Order, what: str) -> str:
     what = _PLURALS.get(what, what)
     size, number = dim.size, order.number
     if order.way == "same":
-        return f"in all {size} {what} what belongs to {_name_one(dim, number)}"
+        return f"the values of {_name_one(dim, number)} in all {size} {what}"
     if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
         places = list(range(size))
         half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]
@@ -82,7 +82,7 @@ def _describe_parts(order: Order, what: str) -> str:
         late = "late" if moved > 0 else "early"
         plural = "" if abs(moved) == 1 else "s"
         return f"the {size} {what} {abs(moved)} place{plural} too {late}, around the end"
-    zigzag = "a zigzag" if order.way == "zigzag" else "what undoes a zigzag"
+    zigzag = "a zigzag" if order.way == "zigzag" else "an inverse zigzag"
     return f"the {size} {what} in the order of {zigzag}"
 
 

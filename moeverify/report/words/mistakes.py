@@ -29,8 +29,8 @@ def describe_miscounted(operation: Miscounted, explanation: Explanation) -> str:
     routers = f" of each of {count} routers" if count > 1 else ""
     if operation.actual == operation.expected:
         return (
-            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, as many as are expected, "
-            "but not of the expected experts"
+            f"rank {operation.rank} counts {operation.actual:.0f} choices{routers}, the expected number, but "
+            "for other experts than expected"
         )
     return (
         f"rank {operation.rank} counts {operation.actual:.0f} choices of experts{routers} where "
@@ -49,7 +49,7 @@ def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
     if operation.dim is None:
         return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
     over = f" over {name_products(operation.axes)}" if operation.axes else ""
-    placed = f"placed as parts along dim {operation.dim}{over}, and every rank holds as much as the whole"
+    placed = f"placed as parts along dim {operation.dim}{over}, but every rank holds the size of the whole"
     return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"
 
 
@@ -129,11 +129,9 @@ def describe_loss_scale(operation: Scaled) -> str:
     """Return that a norm was computed from gradients that still contain, or lack, a loss scale."""
     scale = 2 ** abs(operation.loss_scale)
     if operation.loss_scale > 0:
-        how = f"{scale} times the right one, as of gradients that still have a scale of the loss of {scale}"
+        how = f"{scale} times the right one, as if the gradients still had the loss scale {scale}"
     else:
-        how = (
-            f"1/{scale} of the right one, as of gradients that were divided by a scale of the loss once more"
-        )
+        how = f"1/{scale} of the right one, as if the gradients were divided by the loss scale twice"
     return f"the gradients match, and the gradient norm is {how}"
 
 
@@ -170,7 +168,7 @@ def describe_altered(operation: Altered, explanation: Explanation) -> str:
         return f"first divergence in backward: {name_subject(subject)} (no gradient was right before it)"
     text = _ALTERED_CAUSES.get(explanation.cause) or _ALTERED[subject.quantity]
     if explanation.cause is Cause.METRIC and subject.quantity in _REPORTED:
-        text = "only what is reported of {tensors} is wrong: what its block puts out matches"
+        text = "only the report of {tensors} is wrong: the output of its block matches"
     if not operation.inputs_seen:
         text = text.replace(_MATCH, _UNSEEN)
     if operation.is_no_number:
@@ -193,10 +191,10 @@ _ALTERED_CAUSES: Mapping[Cause, str] = {
 _ALTERED: Mapping[Quantity, str] = {
     Quantity.OUTPUT: "first divergence: {module} (inputs match, output does not)",
     Quantity.MODULE_GRADIENT: (
-        "first divergence in backward: {module} (its output gradient matches, what it passes back does not)"
+        "first divergence in backward: {module} (its output gradient matches, its input gradient does not)"
     ),
     Quantity.LOSS: "{subject} is computed differently (routing and module outputs match)",
     Quantity.ROUTING_WEIGHT: "{tensors} weights its choice differently (inputs match)",
     Quantity.BUFFER: "{subject} changed differently than on one device",
-    Quantity.LOADED: "{subject} has other values than were saved, and none that are known",
+    Quantity.LOADED: "{subject} has neither the saved values nor those of another known tensor",
 }

@@ -149,13 +149,13 @@ def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | No
         return ()
     if step is not None:
         return (
-            f"not exercised: your data loading, and how you make optimizer and scheduler; the steps were those of "
-            f"`{step}`. `moeverify watch` runs your whole script",
+            f"not exercised: your data loading, and the creation of optimizer and scheduler; `{step}` ran the steps. "
+            "`moeverify watch` runs your whole script",
         )
     return (
-        "not exercised: your own training loop (data loading, zero_grad, clip, schedule, optimizer step), for which "
-        "moeverify's stood; an engine is exercised as far as its step goes. `recipe.step` runs your step in its "
-        "place, `moeverify watch` your whole script",
+        "not exercised: your own training loop (data loading, zero_grad, clip, schedule, optimizer step): "
+        "moeverify's loop ran instead, with the step of your engine if it has one. `recipe.step` runs your step, "
+        "`moeverify watch` your whole script",
     )
 
 

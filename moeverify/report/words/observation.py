@@ -134,7 +134,7 @@ def _(seen: WrongElements) -> str:
 
 @describe_observation.register
 def _(seen: RightAlike) -> str:
-    return f"{seen.num_right} of the {seen.num_alike} gradients that lie on {seen.axis} alike match"
+    return f"{seen.num_right} of the {seen.num_alike} gradients with the same placement on {seen.axis} match"
 
 
 @describe_observation.register

@@ -117,7 +117,7 @@ def _describe_whole(contribution: Contribution, explanation: Explanation) -> str
     if explanation.cause is Cause.NORM and factor.power == 2 and factor.equals and factor.value > 1.0:
         counts = f"{subject} counts all squares {format_factor(factor.value**2)} times"
         equals = describe_sources(factor.model_copy(update={"value": factor.value**2, "power": 1}))
-        return f"the gradients match, and {counts}, so it is {amount}; {equals}"
+        return f"the gradients match, and {counts}, so {subject} {subject.be} {amount}; {equals}"
     if explanation.cause is Cause.NORM:
         return f"the gradients match, and {text}"
     if quantity is Quantity.UPDATE:
@@ -320,9 +320,9 @@ def _(operation: Carried, explanation: Explanation) -> str:
         moves += f", and {left_out} more" if left_out > 0 else ""
         return f"{where} began the step with the state of other slices along dim {block.dim}: {moves}"
     if operation.factor.is_zero:
-        return f"{where} began the step at zero: what the steps before had left was lost"
+        return f"{where} began the step at zero: the state of the previous step was lost"
     sources = describe_sources(operation.factor)
-    began = f"began the step with {format_factor(operation.factor.value)}x what the step before had left"
+    began = f"began the step with {format_factor(operation.factor.value)}x the state of the previous step"
     return f"{where} {began}" + (f"; {sources}" if sources else "")
 
 

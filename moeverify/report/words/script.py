@@ -23,7 +23,7 @@ from moeverify.results.script import (
 
 _MOST_NAMED = 3
 _OWN_RULES = {
-    CallRule.KEPT: "no zero_grad since the optimizer step before: its gradients are still there and are added to",
+    CallRule.KEPT: "no zero_grad since the previous optimizer step: new gradients are added to its gradients",
     CallRule.LATE_CLIP: "gradients are clipped after the optimizer step, which has used them already",
     CallRule.SCALED_CLIP: "gradients are clipped while they are multiplied by the loss scale {norm:g}: no "
     "scaler.unscale_ before the clip",
@@ -69,7 +69,7 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
         )
         return Words(cause, "optimizer", evidence)
     if facts.which == "idle":
-        cause = "no parameter of the optimizer has ever got a gradient in `grad`, so its steps change nothing"
+        cause = "no parameter of the optimizer ever got a gradient in `grad`, so its steps change nothing"
         return Words(cause, "optimizer", evidence)
     if facts.which == "detached":
         cause = (
@@ -80,8 +80,8 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
     if facts.which == "unexpected":
         return Words("RUN_A has no parameter of this name", "optimizer", evidence)
     cause = (
-        "which part of RUN_A's tensor this is cannot be found: its initial values are none of those there; begin "
-        "both runs with the same weights (`--weights`)"
+        "the matching part of RUN_A's tensor is unknown: no part has these initial values; begin both runs with "
+        "the same weights (`--weights`)"
     )
     return Words(cause, "", evidence)
 
@@ -101,8 +101,8 @@ def _(facts: CopyFacts, finding: Finding) -> Words:
         cause = f"the shards of {tensors} began with the same values on {ranks}: drawn from the same random numbers"
     else:
         cause = (
-            f"{ranks} add up equal values, so the sum is {facts.num_ranks} times that of one rank: {tensors} began "
-            "with the same values on these ranks, and parts of a tensor must not"
+            f"{ranks} add up equal values, so the sum is {facts.num_ranks} times one rank's value: {tensors} "
+            "began with the same values on these ranks, but parts of a tensor must differ"
         )
     return Words(cause, facts.site or "initial values", evidence)
 
@@ -159,14 +159,13 @@ def _describe_early_clip(facts: CallFacts) -> str:
 
 @describe_facts.register
 def _(facts: NormFacts, finding: Finding) -> Words:
-    ratio = f"the gradient norm behind it is {format_factor(facts.ratio)} times that of RUN_A"
+    ratio = f"the gradient norm behind it is {format_factor(facts.ratio)} times RUN_A's"
     tensors = format_count(facts.num_tensors, "tensor")
     where = "gradient norm"
     if facts.part == "unknown":
         cause = (
             f"the gradients match when the last backward pass ends, and are then multiplied by "
-            f"{format_factor(1 / facts.ratio)} of what RUN_A multiplies them by: a norm, a clip or a divisor that "
-            "is applied after it"
+            f"{format_factor(1 / facts.ratio)} of RUN_A's factor: by a norm, a clip or a divisor after the pass"
         )
         return Words(cause, "between the last backward pass and the optimizer step")
     if facts.part == "local":
@@ -177,7 +176,7 @@ def _(facts: NormFacts, finding: Finding) -> Words:
         kind = "that every rank has whole" if facts.part == "replicated" else "that are sharded"
         times = "leaves out" if facts.times == 0 else f"counts {format_factor(facts.times)} times"
         cause = f"the gradients match, and their norm {times} {tensors} {kind}"
-    return Words(cause, where, (f"{ratio}; this gives it to {facts.residual:.1g}",))
+    return Words(cause, where, (f"{ratio}; this explains it to {facts.residual:.1g}",))
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
@@ -185,7 +184,7 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
     if about == "replay":
         return f"{run} replayed the batches that {text}"
     if about == "model":
-        return f"{run} trains several models: {text}, and the names of its tensors begin so"
+        return f"{run} trains several models: {text}, and this is the prefix of its tensors' names"
     if about == "dropout":
         return (
             f"{run} has dropout in {text}: two runs draw different masks; set p to 0 in both to compare them"
@@ -195,7 +194,7 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
             f"{run} calls `{text}.forward` directly, which runs no hook of torch: `{text}` is taken for the model, "
             "and the rows of its first pass are not known"
         )
-    return f"{run}: recording stopped on rank {rank} ({text}); what was complete before is compared"
+    return f"{run}: recording stopped on rank {rank} ({text}); complete steps are compared"
 
 
 def describe_mixed_passes() -> str:
@@ -223,7 +222,7 @@ def describe_unequal_start(ranks: Sequence[int]) -> str:
     """Return that only some replicas of a tensor began with the values of RUN_A."""
     return (
         f"{format_ranks(ranks)} began with other values than RUN_A and the other ranks, although each rank has the "
-        "whole tensor: replicas that were not seeded or broadcast alike"
+        "whole tensor: the replicas were seeded differently, or not broadcast"
     )
 
 
@@ -273,7 +272,7 @@ def describe_bounds(precision: str, *, is_given: bool, is_measured: bool) -> tup
             "bounds come from the dtype: the run given as --noise was nudged by units of its own wide weights, and "
             f"something computes in 16 bits; record it with {how}",
         )
-    gain = "decides what these leave open" if narrow else "sees smaller differences"
+    gain = "decides the undecided ones" if narrow else "sees smaller differences"
     return (
         f"bounds come from the dtype; a run of one device with {how}, given as --noise, measures them and {gain}",
     )
@@ -296,8 +295,8 @@ def describe_undecided(findings: Sequence[Finding]) -> tuple[str, ...]:
 def describe_unseen() -> str:
     """Return why a watched command produced no recording."""
     return (
-        "no process has called a model and stepped an optimizer of torch, or what it wrote was refused, which a line "
-        "above says (an interpreter started with -I, -E or -S ignores PYTHONPATH)"
+        "no process has called a model and stepped an optimizer of torch, or its recording was refused (see above); "
+        "an interpreter started with -I, -E or -S ignores PYTHONPATH"
     )
 
 

@@ -12,7 +12,7 @@ def describe_wider(finding: Finding) -> tuple[str, ...]:
     """Return one line per distinct result in wider precisions."""
     if any(each.outcome == "found" for each in finding.wider):
         precision = finding.wider[0].precision
-        return (f"found in {precision}: in the case's own precision it is less than what rounding may do",)
+        return (f"found in {precision}: in the case's own precision it is below the effect of rounding",)
     if finding.is_of_wider_run:
         return (f"found in {finding.wider[0].precision}, where rounding hides less",)
     by_outcome: dict[tuple[str, str], list[str]] = {}

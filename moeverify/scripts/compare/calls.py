@@ -9,7 +9,7 @@ from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.scripts.record.read import RankRecord, RecordedRun
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.rules import (
     backward_range,
     clips,
@@ -76,12 +76,12 @@ def _has_gradients(rank: RankRecord, step: int) -> bool:
     )
 
 
-def calls_of(rank: RankRecord, step: int) -> list[Call]:
+def calls_of(rank: RankRecord, step: int) -> list[LoopCall]:
     """Return the calls after the previous optimizer step, up to and including this one."""
     return [call for call in rank.calls if call.step == step]
 
 
-def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+def _break(rule: CallRule, theirs: list[LoopCall], calls: list[LoopCall]) -> CallFacts | None:
     """Return the violation of a rule by these calls, or None."""
     # A scaler may skip the optimizer step, and the gradients are then discarded on purpose.
     theirs, calls = list(drop_skipped(theirs)), list(drop_skipped(calls))
@@ -90,8 +90,8 @@ def _break(rule: CallRule, theirs: list[Call], calls: list[Call]) -> CallFacts |
     return _RULES[rule](theirs, calls)
 
 
-def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
-    def clears(each: list[Call]) -> bool:
+def _find_kept(theirs: list[LoopCall], calls: list[LoopCall]) -> CallFacts | None:
+    def clears(each: list[LoopCall]) -> bool:
         return any(call.name == "zero_grad" for call in each[: backward_range(each)[0]])
 
     # zero_grad after the last backward pass discards the wrong gradients, but keeps none of the previous
@@ -102,7 +102,7 @@ def _find_kept(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.KEPT, site=calls[backward_range(calls)[0]].site, expected=1)
 
 
-def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+def _find_other_schedule(theirs: list[LoopCall], calls: list[LoopCall]) -> CallFacts | None:
     wanted, found = ([call for call in each if call.name == "scheduler step"] for each in (theirs, calls))
     if len(wanted) == len(found):
         return None
@@ -110,7 +110,7 @@ def _find_other_schedule(theirs: list[Call], calls: list[Call]) -> CallFacts | N
     return CallFacts(rule=CallRule.SCHEDULER, site=site, expected=len(wanted), actual=len(found))
 
 
-def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
+def _find_other_clip(theirs: list[LoopCall], calls: list[LoopCall]) -> CallFacts | None:
     """Return clips in one run only, or one call that clips the same parameters more often than any of RUN_A.
 
     Numbers of clips may differ: a script may clip the parameters of each mesh apart.
@@ -122,17 +122,17 @@ def _find_other_clip(theirs: list[Call], calls: list[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.CLIP, site=site, expected=wanted, actual=found)
 
 
-def _count_repeated_clips(calls: list[Call]) -> int:
+def _count_repeated_clips(calls: list[LoopCall]) -> int:
     counts = Counter((call.site, call.target) for call in calls if clips(call))
     return max(counts.values(), default=0)
 
 
-def _count_clips(facts: CallFacts | None, theirs: list[Call]) -> CallFacts | None:
+def _count_clips(facts: CallFacts | None, theirs: list[LoopCall]) -> CallFacts | None:
     return None if facts is None else facts.model_copy(update={"expected": _count_repeated_clips(theirs)})
 
 
 _OF_ONE_OPTIMIZER = (CallRule.DISCARDED, CallRule.EMPTIED)
-_RULES: Mapping[CallRule, Callable[[list[Call], list[Call]], CallFacts | None]] = {
+_RULES: Mapping[CallRule, Callable[[list[LoopCall], list[LoopCall]], CallFacts | None]] = {
     CallRule.DISCARDED: lambda theirs, calls: find_discarded(calls),
     CallRule.EMPTIED: lambda theirs, calls: find_emptied(calls),
     CallRule.KEPT: _find_kept,

@@ -44,11 +44,11 @@ from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, lis
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts
 from moeverify.scripts.compare.sites import add_sites
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.verification.checks.base import Compared, Outcome, make_outcome
+from moeverify.verification.checks.base import CheckOutcome, ComparedTensors, make_outcome
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 from moeverify.verification.checks.replicas import Replicas
 from moeverify.verification.compare.assembled import Assembled, Key, assemble
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.golden.noise import noise_key
 
 _ORDER = {CheckName.ACTIVATIONS.value: -1, **{kind.value: number for number, kind in enumerate(Kind)}}
@@ -79,7 +79,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     outcomes = _check_script(expected, actual, places, steps)
     outputs = OutputComparer(expected, actual)
     tensors = _assemble(comparer, outputs, steps)
-    compared = Compared(_coordinates(actual), tensors, bounds)
+    compared = ComparedTensors(_coordinates(actual), tensors, bounds)
     num_compared = sum(kind not in {Kind.OPTIMIZER_STATE, CheckName.ACTIVATIONS} for _, kind, _ in tensors)
     for check in (*_TENSOR_CHECKS, Replicas()):
         # Replicas of gradients may be sums in another order. Only the weights must stay equal.
@@ -125,11 +125,11 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
 
 def _judge_outputs(
     outputs: OutputComparer,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[CheckOutcome],
     tensors: Mapping[Key, Assembled],
     first: int,
     unit: float,
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Return the outcomes with module outputs evaluated against each other.
 
     A difference within its bound locates an error but is no error itself. It counts only at steps whose
@@ -174,7 +174,7 @@ def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequenc
 
 def _check_script(
     expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int]
-) -> list[Outcome]:
+) -> list[CheckOutcome]:
     """Return the outcomes of the checks that precede any comparison of tensors."""
     options = list(find_other_options(expected, actual, places, steps))
     num_options = len({name for group in actual.ranks[0].options for name in group.options})
@@ -197,7 +197,7 @@ def _check_script(
 
 
 def _assemble(comparer: Comparer, outputs: OutputComparer, steps: Sequence[int]) -> dict[Key, Assembled]:
-    by_rank: list[list[Entry]] = [[] for _ in comparer.actual.ranks]
+    by_rank: list[list[ComparedShard]] = [[] for _ in comparer.actual.ranks]
     parts = [comparer.compare_tensors(INITIAL, Kind.INITIAL_WEIGHT)]
     for step in steps:
         parts.append(outputs.compare(step))
@@ -215,7 +215,7 @@ def _count_tensors(places: Places, steps: Sequence[int]) -> int:
     return num_names * (1 + len(_KINDS) * len(steps)) + len(steps)
 
 
-def _only(compared: Compared, kind: str) -> Compared:
+def _only(compared: ComparedTensors, kind: str) -> ComparedTensors:
     return replace(compared, tensors={key: each for key, each in compared.tensors.items() if key[1] == kind})
 
 

@@ -22,7 +22,7 @@ def find_copies(expected: RecordedRun, actual: RecordedRun, places: Places) -> I
     The values are those before `--weights` replaced them. `places` says which part a shard is.
     """
     by_rank = {rank.rank: _list_random(rank) for rank in actual.ranks}
-    # Data-parallel ranks begin alike: one of each kind is enough.
+    # Data-parallel ranks begin with the same values: one of each kind is enough.
     kinds: dict[object, int] = {}
     for number, lines in by_rank.items():
         kinds.setdefault(tuple((name, line.own) for name, line in lines.items()), number)
@@ -60,7 +60,7 @@ def _make_parts(lines: _Lines) -> Parts:
 
 
 def _find_equal_shards(one: tuple[int, _Lines], two: tuple[int, _Lines], places: Places) -> tuple[str, ...]:
-    """Return the tensors of which two ranks have different parts with equal values, if most are equal."""
+    """Return the tensors with equal values in the different parts of two ranks, if most are equal."""
     (first, mine), (second, theirs) = one, two
     is_equal: dict[str, bool] = {}
     for name in mine.keys() & theirs.keys():

@@ -18,8 +18,8 @@ from moeverify.scripts.record.norm_parts import find_shared_ratio
 from moeverify.scripts.record.read import Key, RankRecord, RecordedRun
 from moeverify.scripts.record.sketch import NUM_PROJECTIONS, sketch
 from moeverify.scripts.record.tensors import make_region
-from moeverify.train.calls.call import Call
-from moeverify.verification.compare.comparison import Entry
+from moeverify.train.calls.call import LoopCall
+from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.compare.difference import Difference, measure
 
 _CLIP_EPSILON = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_
@@ -58,7 +58,7 @@ def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
     return Coefficient(is_known=False) if shared is None else Coefficient(shared)
 
 
-def _of_clip(clip: Call) -> Coefficient:
+def _of_clip(clip: LoopCall) -> Coefficient:
     assert clip.norm is not None
     assert clip.max_norm is not None
     if not math.isfinite(clip.norm):
@@ -97,9 +97,9 @@ class Comparer:
                 self._coefficients[number, step] = each if is_known else replace(each, value=1.0)
         return self._coefficients[id(rank), step]
 
-    def compare_tensors(self, step: int, kind: str) -> list[list[Entry]]:
+    def compare_tensors(self, step: int, kind: str) -> list[list[ComparedShard]]:
         """Return the entries of every rank for one kind of tensors at one step."""
-        by_rank: list[list[Entry]] = [[] for _ in self.actual.ranks]
+        by_rank: list[list[ComparedShard]] = [[] for _ in self.actual.ranks]
         for name in self._list_names(step, kind):
             whole = self.read_expected(step, kind, name)
             shards = [
@@ -113,10 +113,10 @@ class Comparer:
                 by_rank[rank.rank].append(self._compare(rank, line, name, whole))
         return by_rank
 
-    def compare_numbers(self, step: int) -> list[list[Entry]]:
+    def compare_numbers(self, step: int) -> list[list[ComparedShard]]:
         """Return the entries of the clip coefficient, and of the gradient norm where both runs have it."""
         wanted = self.coefficient(self.expected.ranks[0], step)
-        by_rank: list[list[Entry]] = []
+        by_rank: list[list[ComparedShard]] = []
         for rank in self.actual.ranks:
             found = self.coefficient(rank, step)
             pairs = {"coefficient": (wanted.value, found.value)}
@@ -162,7 +162,7 @@ class Comparer:
 
     def _compare_sketches(
         self, key: Key, whole: Tensor | None, shards: Sequence[tuple[RankRecord, Values]]
-    ) -> Entry | None:
+    ) -> ComparedShard | None:
         """Return the difference of two whole tensors, estimated from sketches because values are missing."""
         if whole is not None:
             region = Region.whole(whole.shape)
@@ -178,7 +178,7 @@ class Comparer:
         shape = self._region(*shards[0]).shape
         region = Region.whole(shape)
         difference = _estimate(wanted, own)
-        return Entry(*key, region.key, shape, shape, "compared", first.bits, difference)
+        return ComparedShard(*key, region.key, shape, shape, "compared", first.bits, difference)
 
     def _add_sketches(self, shards: Iterable[tuple[RankRecord, Values, Region]]) -> Sketched:
         """Return the combined sketch of the regions, counting each once."""
@@ -195,13 +195,13 @@ class Comparer:
             total = Sketched(total.squares + line.squares / scale**2, added, total.numel + region.numel)
         return total
 
-    def _compare(self, rank: RankRecord, line: Values, name: str, whole: Tensor) -> Entry:
+    def _compare(self, rank: RankRecord, line: Values, name: str, whole: Tensor) -> ComparedShard:
         region = self._region(rank, line)
         local = self.read_actual(rank, line)
         if local is None:
             local = torch.zeros(region.local_shape, dtype=torch.float64)
         difference = _measure(region.take(whole).reshape(region.local_shape), local)
-        return Entry(
+        return ComparedShard(
             line.step,
             line.kind,
             name,
@@ -237,6 +237,8 @@ def _estimate(expected: Sketched, actual: Sketched) -> Difference:
     )
 
 
-def _number(step: int, name: str, expected: float, actual: float) -> Entry:
+def _number(step: int, name: str, expected: float, actual: float) -> ComparedShard:
     difference = _measure(torch.tensor([expected]).double(), torch.tensor([actual]).double())
-    return Entry(step, Kind.GRADIENT_NORM, name, "0:1", (1,), (1,), "compared", hash(actual), difference)
+    return ComparedShard(
+        step, Kind.GRADIENT_NORM, name, "0:1", (1,), (1,), "compared", hash(actual), difference
+    )

@@ -30,7 +30,8 @@ from moeverify.cases.schema import Tolerance
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Inconclusive
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.verification.checks.bounds import Bounds, Criterion
+from moeverify.verification.checks.bounds import Bounds, Criterion, Norms
+from moeverify.verification.compare.assembled import Key
 
 Precision = Literal["float64", "float32", "mixed"]
 
@@ -51,23 +52,15 @@ class DtypeBounds(Bounds):
 
     first: int = 0
 
-    def bound(
-        self,
-        step: int,
-        kind: str,
-        name: str,
-        criterion: Criterion,
-        *,
-        expected_norm: float,
-        kind_norm: float,
-    ) -> float:
+    def bound(self, key: Key, criterion: Criterion, norms: Norms) -> float:
         """Return the largest relative error; a tensor far smaller than others of its kind may be rounding."""
         if criterion.exact:
             return 0.0
+        step, kind, _ = key
         unit = _BOUNDS[self.precision] * _GROWTH ** max(step - self.first, 0)
         if kind == Kind.UPDATE:
             return math.sqrt(unit)
-        drowned = 2.0**-23 * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        drowned = 2.0**-23 * norms.kind / norms.expected if norms.expected > 0 else 0.0
         return max(unit, drowned)
 
 
@@ -77,20 +70,11 @@ class NarrowBounds(Bounds):
 
     least: DtypeBounds = field(kw_only=True)
 
-    def bound(
-        self,
-        step: int,
-        kind: str,
-        name: str,
-        criterion: Criterion,
-        *,
-        expected_norm: float,
-        kind_norm: float,
-    ) -> float:
+    def bound(self, key: Key, criterion: Criterion, norms: Norms) -> float:
         """Return the larger of the bound by measured noise and the bound by dtype at the first step."""
-        norms = {"expected_norm": expected_norm, "kind_norm": kind_norm}
-        measured = super().bound(step, kind, name, criterion, **norms)
-        return max(measured, self.least.bound(self.least.first, kind, name, criterion, **norms))
+        _, kind, name = key
+        least = self.least.bound((self.least.first, kind, name), criterion, norms)
+        return max(super().bound(key, criterion, norms), least)
 
 
 def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
@@ -113,8 +97,8 @@ def make_bounds(precision: Precision, noise: Mapping[str, float] | None, first: 
     return Bounds(Tolerance(), precision, noise)
 
 
-# The error of a gradient bounds that of the total norm. Its effect on moments and on adaptive updates is at
-# most its square root, as in the bounds.
+# The error of a gradient bounds the error of the total norm. Its effect on moments and on adaptive updates is
+# at most its square root, as in the bounds.
 _LIMITS: Mapping[str, float] = {
     CheckName.GRADIENT: UNDECIDED,
     CheckName.GRADIENT_NORM: UNDECIDED,

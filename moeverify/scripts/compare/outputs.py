@@ -22,8 +22,8 @@ from moeverify.scripts.record.lines import Output
 from moeverify.scripts.record.model import ROOT
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 from moeverify.scripts.record.tensors import make_region
-from moeverify.verification.checks.base import Outcome
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.checks.base import CheckOutcome
+from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.compare.difference import Difference, measure
 
 RowKey = tuple[int, ...]  # hashes of a row, one per input of the model
@@ -62,10 +62,10 @@ class OutputComparer:
     _keys: dict[tuple[int, int, int, int], list[RowKey]] = field(default_factory=dict)
     _halves: dict[tuple[int, str], list[float]] = field(default_factory=dict)  # see `_add_half`
 
-    def compare(self, step: int) -> list[list[Entry]]:
+    def compare(self, step: int) -> list[list[ComparedShard]]:
         """Return the entries of every rank at a step. A module without common rows has none."""
         known = self._index(step)
-        by_rank: list[list[Entry]] = []
+        by_rank: list[list[ComparedShard]] = []
         for rank in self.actual.ranks:
             lines = (line for line in rank.outputs if line.step == step)
             found = (self._compare(rank, line, known.get(_spot(line), {})) for line in lines)
@@ -132,7 +132,7 @@ class OutputComparer:
 
     def _compare(
         self, rank: RankRecord, line: Output, known: Mapping[RowKey, tuple[RankRecord, Output, int]]
-    ) -> Entry | None:
+    ) -> ComparedShard | None:
         keys = self._list_keys(self.actual, rank, line)
         numbers = [number for number, key in enumerate(keys) if key in known]
         if not numbers:
@@ -155,7 +155,7 @@ class OutputComparer:
         difference = Difference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
         # Rows of different passes are different parts of the batch.
         region = f"{hash(tuple(keys[number] for number in numbers)):x}:{part}"
-        return Entry(
+        return ComparedShard(
             line.step,
             CheckName.ACTIVATIONS,
             spot.label,
@@ -222,11 +222,11 @@ def _leave_out_tokens(expected: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def judge_outputs(
-    outcome: Outcome,
+    outcome: CheckOutcome,
     spots: Sequence[Spot],
     compared: frozenset[str],
     find_jumps: Callable[[int], frozenset[str]] = lambda step: frozenset(),
-) -> Outcome:
+) -> CheckOutcome:
     """Return the outcome with the first divergence as the origin of all others.
 
     An inner difference that does not reach the output of the surrounding module is not an error. An example
@@ -250,12 +250,12 @@ def judge_outputs(
     if num_inner:
         result = result.model_copy(update={"note": describe_inner_differences(num_inner)})
     if not kept:
-        return Outcome(result.model_copy(update={"verdict": "pass"}), ())
+        return CheckOutcome(result.model_copy(update={"verdict": "pass"}), ())
     kept.sort(key=lambda finding: (finding.step, places[finding.tensor][0]))
     first, *others = kept
     origin = _explain(first, places[first.tensor][1], by_step[first.step], compared)
     following = [finding.model_copy(update={"follows": first.tensor}) for finding in others]
-    return Outcome(result, (origin, *following))
+    return CheckOutcome(result, (origin, *following))
 
 
 def _list_around(module: str) -> Iterator[str]:

@@ -164,7 +164,7 @@ def _place_by_neighbours(places: Places, known: Mapping[str, Tensor], world_size
 
 
 def find_repeated_parts(places: Places) -> Iterator[Finding]:
-    """Yield a finding for tensors of which some ranks have the same part while another part is missing.
+    """Yield a finding for tensors with a missing part that some ranks replaced by a second copy of another part.
 
     Ranks that begin with the values of one part, although each should have its own, are located at that
     part.

@@ -31,7 +31,7 @@ class CopyRule:
     _is_done: bool = False
 
     def find(self, records: Mapping[int, StepRecord]) -> list[Finding]:
-        """Return a finding for the parts of each kind that begin alike; `records` are those of one step."""
+        """Return a finding for the parts of each kind with equal initial values; `records` are from one step."""
         if self._is_done:
             return []
         began = {rank: record.began for rank, record in records.items() if record.began}
@@ -78,7 +78,7 @@ class CopyRule:
                 return
 
     def _list_different(self) -> list[int]:
-        """Return one rank for each set of parameters: data-parallel ranks begin alike."""
+        """Return one rank for each set of parameters: data-parallel ranks begin with the same values."""
         first: dict[object, int] = {}
         for rank in sorted(self._began):
             names = tuple((line.name, line.region) for line in self.headers[rank].tensors)

@@ -1,4 +1,4 @@
-"""Detection of parameters that an optimizer has, and whose module is called, but that never get a gradient."""
+"""Detection of optimizer parameters that never get a gradient although their module is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
-from moeverify.results.place import CallSite
+from moeverify.results.place import UserCall
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.scripts.record.sites import USED
 
@@ -33,8 +33,8 @@ class DetachedParts:
     ) -> list[Finding]:
         """Return a finding at an optimizer's third sampled step if a part of the model is not trained.
 
-        `shards` are those of the optimizer, `uses` has the call sites of modules by id, and `place` is the
-        step and the rank. Parameters that share a module with trained ones may have no use in these batches.
+        `shards` belong to the optimizer, `uses` has the call sites of modules by id, and `place` is the step
+        and the rank. Parameters that share a module with trained ones may have no use in these batches.
         """
         own = {id(shard.tensor): shard.name for shard in shards if shard.tensor.requires_grad}
         got = {id(shard.tensor) for shard in shards if shard.tensor.grad is not None}
@@ -51,7 +51,7 @@ class DetachedParts:
             return []
         step, rank = place
         names = list(found)
-        sites = tuple(CallSite(name=USED, site=site) for site in (found[names[0]],) if site)
+        sites = tuple(UserCall(name=USED, site=site) for site in (found[names[0]],) if site)
         return [
             Finding(
                 check=ScriptCheck.PARAMETERS,

@@ -16,10 +16,10 @@ from torch.utils.data.distributed import DistributedSampler
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.placement import is_partial, local_part
 from moeverify.parallel.regions.unseen import unseen
-from moeverify.scripts.guard.alike import find_alike
 from moeverify.scripts.guard.collective_watch import CollectiveWatch
 from moeverify.scripts.guard.data_ranks import find_data_ranks
 from moeverify.scripts.guard.detached import DetachedParts
+from moeverify.scripts.guard.equal_experts import find_equal_experts
 from moeverify.scripts.guard.exchange import RankOutbox
 from moeverify.scripts.guard.finite import FiniteWatch
 from moeverify.scripts.guard.groups import list_groups
@@ -34,7 +34,7 @@ from moeverify.scripts.record.draw import find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
 from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts, unwrap
 from moeverify.scripts.record.options import list_options
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
 from moeverify.verification.collectives.interception import Collective
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -357,7 +357,7 @@ class Guard(ModelListener):
         self._sampling.began = measure_samples(
             [shard.local() for shard in self._shards], only_hashes=True
         ).hashes
-        self._sampling.findings += find_alike(self._shards, rank)
+        self._sampling.findings += find_equal_experts(self._shards, rank)
 
     def _sample_gradients(self, optimizer: Optimizer) -> None:
         own = [shard for shard in self.model.shards_of(optimizer) if id(shard.tensor) in self._tensors]
@@ -417,7 +417,7 @@ class Guard(ModelListener):
 
     def _add_call(self, name: str, **rest: Any) -> None:
         if self.is_sampled and self.model.roots and len(self._sampling.calls) < _MOST_CALLS:
-            self._sampling.calls.append(Call(step=self.step, name=name, site=find_site(), **rest))
+            self._sampling.calls.append(LoopCall(step=self.step, name=name, site=find_site(), **rest))
 
     # End
     # ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from typing import Literal
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
-from moeverify.results.facts import CollectiveFacts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
@@ -22,7 +21,7 @@ from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
 from moeverify.train.calls.rules import find_emptied
-from moeverify.verification.collectives.ledger import Entry, Page, Stream, find_unequal, locate
+from moeverify.verification.collectives.ledger import LedgerEntry, Page, Stream, find_unequal, locate
 
 _IDLE_STEPS = 3  # sampled steps: from the third on, parameters without an optimizer are known
 
@@ -176,7 +175,7 @@ class Judge:
             own = {rank: lines[rank].get(stream) for rank in stream.ranks if rank < len(lines)}
             counts = {rank: 0 if line is None else line.number for rank, line in own.items()}
             entries = {
-                rank: [] if line is None else [Entry(*entry) for entry in line.entries]
+                rank: [] if line is None else [LedgerEntry(*entry) for entry in line.entries]
                 for rank, line in own.items()
             }
             found = locate(stream, counts, entries)
@@ -191,15 +190,7 @@ class Judge:
                 error=1.0,
                 bound=0.0,
                 code=Cause.COLLECTIVES,
-                facts=CollectiveFacts(
-                    axis=axis,
-                    ranks=stream.ranks,
-                    number=found.number,
-                    issues=found.list_issues(),
-                    counts=dict(counts),
-                    is_message=stream.is_message,
-                    group=stream.group,
-                ),
+                facts=found.describe(axis),
             )
             return
 

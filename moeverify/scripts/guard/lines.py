@@ -8,7 +8,7 @@ from typing import Literal
 from moeverify.results.finding import Finding
 from moeverify.results.record import Record
 from moeverify.scripts.record.lines import Options
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 
 
 class TensorLine(Record):
@@ -76,7 +76,7 @@ class SumLine(Record):
     hash: int
 
 
-class Pass(Record):
+class PassHashes(Record):
     """A forward pass: hashes of the first row of the batch, and of the state of each random generator."""
 
     number: int
@@ -134,11 +134,11 @@ class StepRecord(Record):
     clips: tuple[ClipLine, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
     losses: tuple[float, ...] = ()
-    calls: tuple[Call, ...] = ()
+    calls: tuple[LoopCall, ...] = ()
     groups: tuple[GroupLine, ...] = ()
     exchanged: tuple[tuple[int, ...], ...] = ()
     sums: tuple[SumLine, ...] = ()
-    passes: tuple[Pass, ...] = ()
+    passes: tuple[PassHashes, ...] = ()
     is_traced: bool = True
     takes_any: bool = False
     data_site: str = ""

@@ -55,7 +55,7 @@ class NormRule:
             return []  # differing replicas have no defined norm; the rule for replicas reports them
         by_torch = any(record.clips for record in records.values())
         if not by_torch and _has_scaler(records):
-            return []  # the factor between two gradients is that of the loss scale
+            return []  # the loss scale determines the factor between two gradients
         finding = self._judge_torch(records) if by_torch else self._judge_own(records)
         self._is_done = finding is not None
         return [finding] if finding is not None else []
@@ -154,7 +154,7 @@ class NormRule:
         facts, limit = fitting[0][-1]
         residual = _spread([value for _, value in fitting[0]])
         if len(fitting) > 1:
-            # Double weight of one part and half weight of the other fit alike, as the limit is unknown.
+            # Twice one part and half the other fit equally well, because the limit is unknown.
             facts = NormFacts(part="unknown")
         error = facts.model_copy(update={"ratio": limit / right[-1], "residual": residual})
         norm = self._history[-1].parts.norm

@@ -16,7 +16,7 @@ from torch.utils.data.distributed import DistributedSampler
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.rules import (
     backward_range,
     drop_skipped,
@@ -78,7 +78,7 @@ class CallOrder:
 
     def end_step(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[LoopCall],
         rows: Sequence[tuple[int, ...]],
         *,
         has_closure: bool = False,

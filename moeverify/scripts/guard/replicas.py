@@ -17,11 +17,11 @@ _ROUNDING = (
 _SAME_SQUARE = 1e-6  # relative, for sums of squares from equal computations
 _MAIN = 1e-2  # relative to the largest distance
 _TIMES = 2  # sampled steps
-_NARROW = 2.0**-20  # a larger epsilon is that of a 16-bit dtype, where any difference counts
+_NARROW = 2.0**-20  # a larger epsilon belongs to a 16-bit dtype, where any difference counts
 
 
 @dataclass(frozen=True)
-class Member:
+class ShardId:
     """A shard: its rank, and its number among the rank's tensors."""
 
     rank: int
@@ -32,7 +32,7 @@ class Member:
 class Shard:
     """A shard with its description, and the hash of its initial values."""
 
-    member: Member
+    member: ShardId
     tensor: TensorLine
     bits: int
 
@@ -43,7 +43,7 @@ class ReplicaSet:
 
     name: str
     tensor: TensorLine
-    members: list[Member] = field(default_factory=list)
+    members: list[ShardId] = field(default_factory=list)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -69,8 +69,8 @@ def find_replicas(
         began = first[rank].began if rank in first else ()
         for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
             place = (tensor.name, tensor.shape, tensor.region, (stages or {}).get(rank, 0))
-            by_place.setdefault(place, []).append(Shard(Member(rank, number), tensor, bits))
-    evidence = Evidence(headers, by_place.values(), first)
+            by_place.setdefault(place, []).append(Shard(ShardId(rank, number), tensor, bits))
+    evidence = ReplicaModules(headers, by_place.values(), first)
     equal: list[ReplicaSet] = []
     unequal: list[ReplicaSet] = []
     for shards in by_place.values():
@@ -94,7 +94,9 @@ def _read_key(key: object) -> tuple[tuple[int, ...], int, int]:
     return mesh, bits, rank
 
 
-def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evidence: Evidence) -> bool:
+def _belongs(
+    known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evidence: ReplicaModules
+) -> bool:
     """Return whether a shard is a replica of those in a known set."""
     mesh, began, rank = _read_key(known)
     if shard.tensor.mesh and mesh == shard.tensor.mesh:
@@ -105,7 +107,7 @@ def _belongs(known: object, shard: Shard, sets: Mapping[object, ReplicaSet], evi
     return is_random or evidence.is_replicated(shard.tensor.name, rank, shard.member.rank)
 
 
-class Evidence:
+class ReplicaModules:
     """Ranks with equal random values, by module: of its own parameters, and of those below it too."""
 
     def __init__(

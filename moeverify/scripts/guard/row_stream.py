@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeverify.scripts.guard.lines import Pass
+from moeverify.scripts.guard.lines import PassHashes
 from moeverify.scripts.record.model import sum_rows
 
 _MOST_PASSES = 1024  # of a run: a stream that repeats later than this may be another epoch
@@ -29,14 +29,14 @@ class RowStream:
             self._passes.append((self._num_passes, sum_rows(rows[:1]), _hash_generators()))
         self._num_passes += 1
 
-    def take(self) -> tuple[Pass, ...]:
+    def take(self) -> tuple[PassHashes, ...]:
         """Return the passes since the last call; synchronizes with the device."""
         passes, self._passes = self._passes, []
         if not passes:
             return ()
         rows = torch.cat([row for _, row, _ in passes]).tolist()
         return tuple(
-            Pass(number=number, row=row, states=states)
+            PassHashes(number=number, row=row, states=states)
             for (number, _, states), row in zip(passes, rows, strict=True)
         )
 

@@ -12,7 +12,7 @@ from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.scripts.guard.lines import ClipLine, Nonfinite, SumLine, TensorLine
 from moeverify.scripts.record.lines import Options
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 
 
 class Sampling:
@@ -35,7 +35,7 @@ class Sampling:
         self.num_off = 0  # dropout modules of the forward passes in evaluation mode
         self.after: dict[int, int] = {}  # number of the tensor -> hash after the optimizer's step
         self.options: list[Options] = []
-        self.calls: list[Call] = []
+        self.calls: list[LoopCall] = []
         self.groups: tuple[Any, ...] | None = None
         self.exchanged: tuple[tuple[int, ...], ...] = ()
         self.sums: tuple[SumLine, ...] = ()

@@ -20,7 +20,13 @@ from moeverify.results.guard import GuardCheck
 from moeverify.results.place import Place, Stage
 from moeverify.scripts.guard.samples import NUM_ELEMENTS
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
-from moeverify.verification.checks.recomputed_step import Row, Sampled, fit, read_batch, recompute
+from moeverify.verification.checks.recomputed_step import (
+    RecomputedTensor,
+    Sampled,
+    fit,
+    read_batch,
+    recompute,
+)
 from moeverify.verification.checks.sampling import sample_all
 
 _KINDS = {"SGD": "sgd", "Adam": "adam", "AdamW": "adamw"}
@@ -89,7 +95,7 @@ class UpdateWatch:
         return findings
 
     def _begin(self, shard: LocalShard, kind: OptimizerKind | None, wanted: _Wanted) -> Sampled:
-        """Return a shard of which gradient, weight and moments are `wanted`."""
+        """Return a shard, and add its gradient, weight and moments to `wanted`."""
         assert kind is not None
         gradient = shard.local(shard.tensor.grad)
         stride = -(-max(shard.region.numel, 1) // NUM_ELEMENTS)
@@ -166,12 +172,12 @@ def _make_spec(group: dict[str, Any]) -> OptimizerSpec:
     )
 
 
-def _is_wrong(row: Row) -> bool:
+def _is_wrong(row: RecomputedTensor) -> bool:
     # NaN from a gradient is not an error of the optimizer.
     return not row.worst <= 1.0 and (math.isfinite(row.expected) or math.isfinite(row.actual))
 
 
-def _make_finding(row: Row, rank: int) -> Finding:
+def _make_finding(row: RecomputedTensor, rank: int) -> Finding:
     step, kind, name = row.key
     scale = math.sqrt(row.sum_expected2 / row.num_elements) if row.sum_expected2 > 0.0 else 1.0
     error = abs(row.actual - row.expected) / scale

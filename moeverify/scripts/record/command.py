@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from moeverify.checksum import Damaged, open_line
 from moeverify.errors import CaseError, Problem
 from moeverify.scripts.record.hangs import HangReporter
-from moeverify.scripts.record.lines import LINES, End
+from moeverify.scripts.record.lines import LINES, ScriptEnd
 from moeverify.scripts.record.settings import RANK_FILE
 from moeverify.verification.launch.clock import ProcessTree
 from moeverify.verification.launch.die_with_parent import die_with
@@ -89,7 +89,7 @@ def count_steps(folder: Path) -> dict[int, int | None]:
             line = LINES.validate_json(open_line(last))
         except (Damaged, ValidationError):
             line = None
-        found[int(path.stem.removeprefix("rank"))] = line.num_steps if isinstance(line, End) else None
+        found[int(path.stem.removeprefix("rank"))] = line.num_steps if isinstance(line, ScriptEnd) else None
     return found
 
 

@@ -33,9 +33,9 @@ def find_draw(frame: FrameType | None, tensor: Tensor) -> str:
 def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
     """Return the tensors of the batch of a forward pass, each once, by a name that other runs have too.
 
-    These are the inputs of the model, and the integers with as many rows as the first of them (such as
-    labels) in variables of the functions between the draw of the batch and the call of the model. Excluded
-    are activations of other ranks, which need gradients.
+    These are the inputs of the model, and integers with as many rows as the first input, such as labels. The
+    integers are in variables of the functions between the draw of the batch and the call of the model.
+    Excluded are activations of other ranks, which need gradients.
     """
     given = [(f"{_INPUT}{name}", each) for name, each in find_inputs(frame) if _is_drawn(each)]
     if not given:
@@ -52,7 +52,7 @@ def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
 
 
 def is_input(name: str) -> bool:
-    """Return whether a name of `list_batch` is that of an input of the model."""
+    """Return whether a name of `list_batch` belongs to an input of the model."""
     return name.startswith(_INPUT)
 
 

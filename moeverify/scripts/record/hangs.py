@@ -41,7 +41,7 @@ class HangReporter:
 
     @property
     def processes(self) -> ProcessTree:
-        """Return the processes of the script, whose root is set when it has started."""
+        """Return the processes of the script. Their root is set when the script has started."""
         return self._ranks.processes
 
     @property

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.results.record import NumRanks, Rank, Record
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 
 VERSION = 2  # since 2, each line has a checksum (`moeverify.checksum.seal_line`)
 
@@ -40,7 +40,7 @@ class Span(Record):
     stop: int
 
 
-class Where(Record):
+class ShardRegion(Record):
     """The region of a logical tensor: a span or single indices per dim, or a span of the flattened tensor."""
 
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Values(Record):
     step: int
     kind: str
     name: str
-    where: Where
+    where: ShardRegion
     is_placed: bool = False
     is_absent: bool = False
     is_partial: bool = False
@@ -113,7 +113,7 @@ class Rows(Record):
 class Drawn(Record):
     """A tensor of the batch of a forward pass, or the state of a generator before it (`generator cpu`).
 
-    `model` is the number of the model among those of the script.
+    `model` is the number of the model in the script.
     """
 
     line: Literal["drawn"] = "drawn"
@@ -130,7 +130,7 @@ class Drawn(Record):
 class Output(Record):
     """The input (`is_input`) or output of a module in its n-th `call` within a forward pass.
 
-    `where` is the region of a tensor (rows, positions, ...). Its rows are those of the `Rows` of the same
+    `where` is the region of a tensor (rows, positions, ...). It has the same rows as the `Rows` of its
     forward pass. Of a tensor above the size limit only every `stride`-th position is stored.
     """
 
@@ -140,7 +140,7 @@ class Output(Record):
     name: str
     call: int = 1
     is_input: bool = False
-    where: Where
+    where: ShardRegion
     is_placed: bool = False
     stride: int = 1
     dtype: str
@@ -160,7 +160,7 @@ class Note(Record):
     step: int = -1
 
 
-class End(Record):
+class ScriptEnd(Record):
     """The last line of a script that ended regularly or reached the last recorded step."""
 
     line: Literal["end"] = "end"
@@ -168,6 +168,7 @@ class End(Record):
 
 
 Line = Annotated[
-    Header | Call | Values | Options | Rows | Drawn | Output | Note | End, Field(discriminator="line")
+    Header | LoopCall | Values | Options | Rows | Drawn | Output | Note | ScriptEnd,
+    Field(discriminator="line"),
 ]
 LINES: TypeAdapter[Line] = TypeAdapter(Line)

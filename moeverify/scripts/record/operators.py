@@ -37,7 +37,7 @@ class RankOperators(Record):
     """The operators of a step on one rank.
 
     `taken` is the field of `Listed`. `offsets` has, for each operator, the offset of each result's values
-    in the values file, or None if they are not stored. Units: bytes. `checksum` is that of the values file.
+    in the values file, or None if they are not stored. Units: bytes. `checksum` belongs to the values file.
     """
 
     version: int

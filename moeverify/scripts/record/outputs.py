@@ -50,7 +50,7 @@ class ModuleOutputs:
         self._step = self._forward = 0
         self._calls: dict[str, int] = {}
         self._kept: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}  # -> offset of equal values
-        self._seen: dict[int, _Seen] = {}  # by id of the tensor
+        self._seen: dict[int, _WrittenTensor] = {}  # by id of the tensor
 
     def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Hook modules, given as (name, module)."""
@@ -157,12 +157,12 @@ class ModuleOutputs:
             self._kept[key] = file.keep(local)
         offset = self._kept[key]
         if state is not None:
-            self._seen[id(tensor)] = _Seen(weakref.ref(tensor), state, bits, offset)
+            self._seen[id(tensor)] = _WrittenTensor(weakref.ref(tensor), state, bits, offset)
         return bits, offset
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _WrittenTensor:
     """A tensor that was written, with the number of its changes, its shape and the order of its dims."""
 
     tensor: weakref.ref[Tensor]

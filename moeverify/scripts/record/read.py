@@ -24,20 +24,20 @@ from moeverify.scripts.record.lines import (
     LINES,
     VERSION,
     Drawn,
-    End,
     Header,
     Line,
     Note,
     Options,
     Output,
     Rows,
+    ScriptEnd,
+    ShardRegion,
     Span,
     Values,
-    Where,
 )
 from moeverify.scripts.record.settings import DATA_FILE, RANK_FILE
 from moeverify.scripts.record.tensors import make_region
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.verification.compare.difference import fingerprint_bits
 
 Key = tuple[int, str, str]  # step, kind, name
@@ -51,14 +51,14 @@ class RankRecord:
     header: Header
     folder: Path
     data: mmap.mmap | None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[LoopCall] = field(default_factory=list)
     values: dict[Key, Values] = field(default_factory=dict)
     options: list[Options] = field(default_factory=list)
     rows: list[Rows] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
-    end: End | None = None
+    end: ScriptEnd | None = None
     _verified: set[int] = field(default_factory=set)  # ids of the lines whose hash was checked
 
     @property
@@ -201,7 +201,7 @@ class RecordedRun:
     def read_whole(self, kind: str, name: str, step: int = INITIAL) -> Tensor | None:
         """Return a logical tensor assembled from all ranks, or None if a part of it is unknown.
 
-        If ranks have different values for one region, those of the first rank are used.
+        If ranks have different values for one region, the first rank's values are used.
         """
         if name in self.ambiguous:
             return None
@@ -270,7 +270,7 @@ def _find_problem(line: Values | Output | Drawn) -> str:
     return _find_problem_of_region(line.where)
 
 
-def _find_problem_of_region(where: Where) -> str:
+def _find_problem_of_region(where: ShardRegion) -> str:
     if any(size < 0 for size in where.shape):
         return f"where.shape: {list(where.shape)}"
     if where.flat is not None:
@@ -288,12 +288,14 @@ def _find_problem_of_region(where: Where) -> str:
     return ""
 
 
-def _add(record: RankRecord, line: Call | Values | Options | Rows | Drawn | Output | Note | End) -> None:
+def _add(
+    record: RankRecord, line: LoopCall | Values | Options | Rows | Drawn | Output | Note | ScriptEnd
+) -> None:
     if isinstance(line, Values):
         record.values[line.step, line.kind, line.name] = line
-    elif isinstance(line, End):
+    elif isinstance(line, ScriptEnd):
         record.end = line
-    elif isinstance(line, Call):
+    elif isinstance(line, LoopCall):
         record.calls.append(line)
     elif isinstance(line, Options):
         record.options.append(line)

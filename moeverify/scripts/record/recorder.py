@@ -22,7 +22,7 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.checks import Kind
 from moeverify.scripts.record.draw import find_draw, list_batch
-from moeverify.scripts.record.lines import End, Header, Note, Rows
+from moeverify.scripts.record.lines import Header, Note, Rows, ScriptEnd
 from moeverify.scripts.record.listener import ModelListener, identify
 from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
 from moeverify.scripts.record.options import list_options
@@ -31,7 +31,7 @@ from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.replay import Pass, Replay, keep_batch
 from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_scale, find_site, safely, to_float
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 4096
 
 
-class Recorder(ModelListener):
+class ScriptRecorder(ModelListener):
     """A recorder of the optimizer steps in the settings."""
 
     def __init__(self, settings: Settings, rank: int, world_size: int) -> None:
@@ -162,7 +162,7 @@ class Recorder(ModelListener):
         if self.model.roots:
             try:
                 # Also without recorded steps: the line has the script's number of steps.
-                self._open().add(End(num_steps=self.step))
+                self._open().add(ScriptEnd(num_steps=self.step))
             except OSError as error:
                 _warn(f"the last line was not written: {error}")
         if self._file is not None:
@@ -322,7 +322,7 @@ class Recorder(ModelListener):
 
     def _add_call(self, name: str, **rest: Any) -> None:
         if self.model.roots and self._records():
-            self._open().add(Call(step=self.step, name=name, site=find_site(), **rest))
+            self._open().add(LoopCall(step=self.step, name=name, site=find_site(), **rest))
 
     def _records(self) -> bool:
         return self.settings.includes(self.step) and os.getpid() == self.pid

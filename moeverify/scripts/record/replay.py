@@ -68,7 +68,7 @@ class Replay:
     def replace(self, place: Pass, batch: Mapping[str, Tensor]) -> None:
         """Give the next rows of the ranks to the tensors of a batch, and a pass its generator states.
 
-        Every tensor gets new memory, since the old memory may be that of a whole dataset.
+        Every tensor gets new memory, since the old memory may hold a whole dataset.
 
         Raises: FormatError if the ranks drew too few rows, or rows of another shape.
         """

@@ -21,11 +21,11 @@ class Settings(Record):
     - `first`, `last`: range of recorded steps, inclusive.
     - `limit`: a local tensor with more bytes is stored as a sketch.
     - `weights`: folder of a run whose initial weights are loaded into the model.
-    - `replay`: folder of a run whose batches and generator states one device gets in place of its own.
+    - `replay`: folder of a run. One device gets the batches and generator states of this run instead of its own.
     - `seed`: seed of the generators of torch, NumPy and Python.
-    - `nudge`: seed of signs by which every initial weight moves by one unit of rounding. A second run of
-      one device then shows the effect of rounding alone. The unit is that of `nudge_dtype`, the dtype that
-      the script computes in, or else that of the weights.
+    - `nudge`: seed of random signs. Every initial weight moves by one unit of rounding in the direction of
+      its sign. A second run of one device then shows the effect of rounding alone. The unit belongs to
+      `nudge_dtype`, the dtype that the script computes in, or else to the dtype of the weights.
     - `outputs`: record the inputs and outputs of modules.
     - `operators`: step whose operators are all recorded.
     """

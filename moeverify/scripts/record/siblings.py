@@ -15,7 +15,7 @@ Parts = Mapping[str, tuple[tuple[int, ...], int]]
 def find_siblings(one: Parts, two: Parts, *, is_apart: bool) -> dict[str, str]:
     """Return the parameters of `two` that equal another one of `one`, or nothing if fewer than half do.
 
-    Candidates have the same shape, and names that differ in numbers only, of which each rank has one. With
+    Candidates have the same shape, their names differ in numbers only, and each rank has one of them. With
     `is_apart`, the ranks have different parts under equal names. A few candidates may be equal in a right
     model, such as decay rates with a pattern.
     """
@@ -43,7 +43,7 @@ def repeats_siblings(parts: Parts) -> bool:
 
 
 def make_finding(step: int, ranks: tuple[int, ...], facts: CopyFacts) -> Finding:
-    """Return the finding that ranks hold copies in place of different parts."""
+    """Return the finding that ranks hold copies instead of different parts."""
     return Finding(
         check=ScriptCheck.COPIES,
         tensor=facts.names[0],

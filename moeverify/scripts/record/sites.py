@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moeverify.results.place import CallSite
-from moeverify.train.calls.call import Call
+from moeverify.results.place import UserCall
+from moeverify.train.calls.call import LoopCall
 
 USED, BACKWARD, STEP, CLIP, DATA = "module called", "backward", "optimizer step", "clip", "batch drawn"
 
 
-def list_sites(chosen: Sequence[str], calls: Iterable[Call], *, data: str, used: str) -> tuple[CallSite, ...]:
+def list_sites(
+    chosen: Sequence[str], calls: Iterable[LoopCall], *, data: str, used: str
+) -> tuple[UserCall, ...]:
     """Return the chosen call sites that are known, in this order.
 
-    `calls` are those of a step. `data` is the line that drew the batch, and `used` the one that calls the
-    module.
+    `calls` are from one step. `data` is the line that drew the batch, and `used` the one that calls the module.
     """
     found = {call.name: call.site for call in calls if call.site}
     known = {
@@ -24,4 +25,4 @@ def list_sites(chosen: Sequence[str], calls: Iterable[Call], *, data: str, used:
         DATA: data,
         USED: used,
     }
-    return tuple(CallSite(name=name, site=known[name]) for name in chosen if known[name])
+    return tuple(UserCall(name=name, site=known[name]) for name in chosen if known[name])

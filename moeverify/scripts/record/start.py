@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import install
 
 
-def start(text: str, rank: str | None = None, world_size: str | None = None) -> Recorder:
+def start(text: str, rank: str | None = None, world_size: str | None = None) -> ScriptRecorder:
     """Record the training of this process from now on, and return the recorder.
 
     `text` has the settings as JSON. `rank` and `world_size` come from the launcher and are used until a
@@ -23,7 +23,7 @@ def start(text: str, rank: str | None = None, world_size: str | None = None) -> 
     settings = Settings.model_validate_json(text)
     if settings.seed is not None:
         seed_all(settings.seed)
-    recorder = Recorder(settings, int(rank or 0), int(world_size or 1))
+    recorder = ScriptRecorder(settings, int(rank or 0), int(world_size or 1))
     install(recorder)
     return recorder
 

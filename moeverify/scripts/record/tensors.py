@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.placement import is_partial
 from moeverify.parallel.regions.region import Region
-from moeverify.scripts.record.lines import Span, Values, Where
+from moeverify.scripts.record.lines import ShardRegion, Span, Values
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.sketch import sketch
 from moeverify.verification.compare.difference import fingerprint_bits
@@ -64,18 +64,18 @@ def hash_random(local: Tensor) -> int:
     return int(fingerprint_bits(local)) if flat.numel() and bool((flat != flat[0]).any()) else 0
 
 
-def describe_region(region: Region) -> Where:
+def describe_region(region: Region) -> ShardRegion:
     """Convert a region to a record."""
     if region.flat is not None:
-        return Where(shape=region.shape, flat=Span(start=region.flat.start, stop=region.flat.stop))
+        return ShardRegion(shape=region.shape, flat=Span(start=region.flat.start, stop=region.flat.stop))
     dims = (
         Span(start=indices.start, stop=indices.stop) if isinstance(indices, range) else indices
         for indices in region.dims
     )
-    return Where(shape=region.shape, dims=tuple(dims))
+    return ShardRegion(shape=region.shape, dims=tuple(dims))
 
 
-def make_region(where: Where) -> Region:
+def make_region(where: ShardRegion) -> Region:
     """Convert a record from `describe_region` to a region."""
     if where.flat is not None:
         return Region.run(where.shape, where.flat.start, where.flat.stop)

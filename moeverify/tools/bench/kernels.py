@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moeverify.results.measurement import Work
+from moeverify.results.measurement import KernelTime
 
 _MICROSECONDS = 1e-6
 # The first pattern found in the lower-case name decides. Covers kernels of torch, cuBLAS, CUTLASS, cuDNN,
@@ -46,7 +46,7 @@ _KINDS = tuple(
 )
 
 
-def sort_work(ran: Iterable[Mapping[str, Any]]) -> tuple[Work, ...]:
+def sort_work(ran: Iterable[Mapping[str, Any]]) -> tuple[KernelTime, ...]:
     """Return the kinds of work in the events of a profile, with count and time, the longest first."""
     counts: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
@@ -54,7 +54,7 @@ def sort_work(ran: Iterable[Mapping[str, Any]]) -> tuple[Work, ...]:
         kind = name_kind(str(event["name"]))
         counts[kind] += 1
         seconds[kind] += event["dur"] * _MICROSECONDS
-    found = [Work(kind=kind, count=counts[kind], seconds=seconds[kind]) for kind in counts]
+    found = [KernelTime(kind=kind, count=counts[kind], seconds=seconds[kind]) for kind in counts]
     return tuple(sorted(found, key=lambda work: -work.seconds))
 
 

@@ -25,7 +25,7 @@ from moeverify.tools.bench.operations import count_operations
 from moeverify.tools.bench.profile import StepProfile, read_profile
 from moeverify.tools.bench.roofline import measure_roofline, synchronize
 from moeverify.train.assemble import assemble_parallel
-from moeverify.train.data import Batch
+from moeverify.train.data import MicroBatch
 from moeverify.train.loop import make_batches, run_micro_batches
 from moeverify.train.objective import count_valid
 from moeverify.train.program import Program, StepInputs
@@ -61,7 +61,7 @@ def measure_case(
     Raises: CaseError when the recipe has a user's step function.
     """
     if case.recipe.step is not None:
-        message = "the built-in loop is what is measured, and not a step of your own"
+        message = "this measures the built-in loop, not your own step"
         raise CaseError(
             [Problem(message, path="recipe.step", remedy="leave it out: `--set recipe.step=null`")]
         )
@@ -103,7 +103,7 @@ class _Stepper:
         self._case = case
         self._program = program
         program.engine.begin(case.recipe.optimizer, program.shards, program.optimizer_implementation)
-        self._batches: Sequence[Sequence[Batch]] = [
+        self._batches: Sequence[Sequence[MicroBatch]] = [
             make_batches(case.recipe, program, step) for step in range(self.NUM_BATCHES)
         ]
         self._number = 0
@@ -123,7 +123,7 @@ class _Stepper:
         passes = count_operations(lambda: add_gradients(recipe, program, self._next()))
         return passes, count_operations(lambda: update(recipe, program))
 
-    def _next(self) -> Sequence[Batch]:
+    def _next(self) -> Sequence[MicroBatch]:
         self._number += 1
         return self._batches[(self._number - 1) % self.NUM_BATCHES]
 
@@ -260,13 +260,13 @@ def _forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def take_step(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
+def take_step(recipe: Recipe, program: Program, batches: Sequence[MicroBatch]) -> None:
     """Train on one global batch after `engine.begin`. Collective: all ranks of the layout."""
     add_gradients(recipe, program, batches)
     update(recipe, program)
 
 
-def add_gradients(recipe: Recipe, program: Program, batches: Sequence[Batch]) -> None:
+def add_gradients(recipe: Recipe, program: Program, batches: Sequence[MicroBatch]) -> None:
     """Run all micro-batches of a step forward and backward. Collective: all ranks of the layout."""
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     program.engine.zero_grad()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moeverify.results.measurement import DeviceWork, Interval, RankStep, Traffic, Work
+from moeverify.results.measurement import DeviceWork, Interval, KernelTime, RankStep, Traffic
 from moeverify.tools.bench.kernels import find_own_times, sort_work
 
 Span = tuple[float, float]
@@ -80,7 +80,7 @@ class StepProfile:
     traffic: tuple[Traffic, ...]
     together: float
     step: RankStep
-    work: tuple[Work, ...]
+    work: tuple[KernelTime, ...]
     exposed: float | None = None
     device: DeviceWork | None = None
 

@@ -20,7 +20,7 @@ from moeverify.tools.placement.local_search import search as search_layer
 from moeverify.tools.placement.marks import BoolArray
 from moeverify.tools.placement.packing import (
     EMPTY,
-    Packing,
+    SlotPacking,
     count_for_size,
     count_replicas,
     count_slots,
@@ -139,7 +139,7 @@ def list_slots(marks: BoolArray, num_slots: int) -> IntArray:
     return slots.reshape(num_layers, num_ranks, num_slots)
 
 
-def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Search) -> Packing:
+def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Search) -> SlotPacking:
     """Return the best packing of loads (B, E), with k replicas of 1/k of the load each."""
     counts = count_replicas(load, num_ranks * num_slots, num_ranks)
     smallest = (load / counts).max(1)
@@ -159,21 +159,21 @@ def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Sear
     if not search.swaps_all:
         uneven = np.flatnonzero(best.loads.max(1) > np.maximum(mean, smallest) * (1 + _SWAP_ENOUGH))
         if len(uneven):
-            swapped = _swap(Packing(best.slots[uneven], best.loads[uneven]), load[uneven], search.rounds)
+            swapped = _swap(SlotPacking(best.slots[uneven], best.loads[uneven]), load[uneven], search.rounds)
             best.slots[uneven], best.loads[uneven] = swapped
-    return fill_slots(Packing(_fill_ranks(best.slots, load), best.loads), load)
+    return fill_slots(SlotPacking(_fill_ranks(best.slots, load), best.loads), load)
 
 
-def _choose_packing(packing: Packing, rows: IntArray, num_layers: int) -> Packing:
+def _choose_packing(packing: SlotPacking, rows: IntArray, num_layers: int) -> SlotPacking:
     """Return the packing of each layer with the smallest largest load; `rows` is the layer of each one."""
     largest = packing.loads.max(1)
     # By layer, then load, then input order.
     order = np.lexsort((largest, rows))
     first = order[np.searchsorted(rows[order], np.arange(num_layers))]
-    return Packing(packing.slots[first], packing.loads[first])
+    return SlotPacking(packing.slots[first], packing.loads[first])
 
 
-def _swap(packing: Packing, load: FloatArray, num_rounds: int) -> Packing:
+def _swap(packing: SlotPacking, load: FloatArray, num_rounds: int) -> SlotPacking:
     """Return a packing balanced by swaps, with k replicas of 1/k of the load (B, E) each."""
     num_layers, num_experts = load.shape
     each = np.zeros((num_layers, num_experts + 1))  # the last column is for empty slots, expert -1

@@ -22,7 +22,7 @@ EMPTY = -1
 _LEAST_GAIN = 1e-9  # of a pair's difference: smaller gains are rounding, and swapping for them never ends
 
 
-class Packing(NamedTuple):
+class SlotPacking(NamedTuple):
     """The experts in all slots, int64 (B, R, S) with `EMPTY` ones, and the loads of the ranks (B, R)."""
 
     slots: IntArray
@@ -67,7 +67,7 @@ def count_for_size(load: FloatArray, size: FloatArray, most: int, least_total: i
     return counts
 
 
-def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> Packing:
+def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> SlotPacking:
     """Return replicas on ranks: largest first, each to the least loaded rank with a free slot.
 
     No rank gets two replicas of one expert. A replica without a possible rank is left out; its expert is
@@ -104,7 +104,7 @@ def pack(load: FloatArray, counts: IntArray, num_ranks: int, num_slots: int) -> 
         flat_loads[place] += added
         flat_order[place] = np.where(filled[place] < num_slots, flat_loads[place], np.inf)
         flat_last[place] = given
-    return Packing(slots.reshape(num_layers, num_ranks, num_slots), loads)
+    return SlotPacking(slots.reshape(num_layers, num_ranks, num_slots), loads)
 
 
 def _list_replicas(load: FloatArray, counts: IntArray) -> IntArray:
@@ -120,7 +120,7 @@ def _list_replicas(load: FloatArray, counts: IntArray) -> IntArray:
 
 def swap_pairs(
     slots: IntArray, sizes: FloatArray, num_rounds: int, is_fixed: BoolArray | None = None
-) -> Packing:
+) -> SlotPacking:
     """Return a packing after exchanges of slots that reduce the larger load of pairs of ranks.
 
     In each round the heaviest rank of a layer is paired with the lightest, the next heaviest with the next
@@ -148,7 +148,7 @@ def swap_pairs(
         if idle > num_pairs:
             break
     result = experts.reshape(num_slots, num_layers, num_ranks).transpose(1, 2, 0)
-    return Packing(np.ascontiguousarray(result), loads.reshape(num_layers, num_ranks))
+    return SlotPacking(np.ascontiguousarray(result), loads.reshape(num_layers, num_ranks))
 
 
 def _swap_best(
@@ -232,7 +232,7 @@ def count_slots(slots: IntArray, num_experts: int) -> IntArray:
     return counts.reshape(num_layers, -1)[:, 1:].astype(np.int64)
 
 
-def fill_slots(packing: Packing, load: FloatArray) -> Packing:
+def fill_slots(packing: SlotPacking, load: FloatArray) -> SlotPacking:
     """Return a packing with replicas in its empty slots, as far as no layer's largest load increases.
 
     A replica keeps the copies of its own rank local. The most loaded expert that fits is therefore chosen,
@@ -267,4 +267,4 @@ def fill_slots(packing: Packing, load: FloatArray) -> Packing:
         slots[rows, ranks, (slots[rows, ranks] == EMPTY).argmax(1)] = experts
         free[rows, ranks] -= 1
         order[rows] = np.where(np.isfinite(order[rows]) & (free[rows] > 0), loads[rows], np.inf)
-    return Packing(slots, loads)
+    return SlotPacking(slots, loads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeverify.tools.placement.plan import Plan
+from moeverify.tools.placement.plan import PlacementPlan
 from moeverify.tools.placement.sharing import FloatArray
 
 _CELL = 12
@@ -10,7 +10,7 @@ _LEFT, _TOP, _GAP = 64, 44, 48
 _FULL_COLOUR = 2.0  # times the mean
 
 
-def draw_plan(plan: Plan) -> str:
+def draw_plan(plan: PlacementPlan) -> str:
     """Return an SVG document: one row per MoE layer, one column per rank, red above the mean, blue below."""
     layers, num_ranks = plan.trace.header.layers, plan.cluster.num_ranks
     width = _LEFT + 2 * num_ranks * _CELL + _GAP + 16

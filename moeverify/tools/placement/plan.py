@@ -41,7 +41,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlacementPlan:
     """A new placement for a trace, and the current one.
 
     `bound` (L) is a lower bound on the load of the heaviest rank under any placement. `statuses` has the
@@ -83,7 +83,7 @@ def make_plan(
     current_file: str = "",
     exact_seconds: float | None = None,
     max_moves: int | None = None,
-) -> Plan:
+) -> PlacementPlan:
     """Return a better placement for a trace; the load of a layer's heaviest rank never increases.
 
     `current` is the placement in use, by default equal blocks. `trace_file` and `current_file` name both in
@@ -114,7 +114,7 @@ def make_plan(
         best_moves = improvement.best_sends
     seconds = time.monotonic() - started
     placement = from_marks(marks, header.layers, previous=current)
-    return Plan(
+    return PlacementPlan(
         trace,
         cluster,
         num_slots,
@@ -216,7 +216,7 @@ def _check_current(
         )
 
 
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
+def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
     """Return a plan as plain data, for JSON."""
     header = plan.trace.header
     result: dict[str, Any] = {

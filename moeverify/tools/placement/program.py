@@ -43,7 +43,7 @@ class Option(NamedTuple):
     replicas: int
 
 
-class Answer(NamedTuple):
+class Solution(NamedTuple):
     """Result of HiGHS: values of all variables or None, a lower bound, and whether the values are optimal."""
 
     values: FloatArray | None
@@ -59,7 +59,7 @@ class Limit(NamedTuple):
 
 
 @dataclass
-class _Rows:
+class _Constraints:
     """Rows of a sparse matrix under construction: low <= sum of coefficients * variables <= high."""
 
     row: list[int] = field(default_factory=list)
@@ -132,7 +132,7 @@ class LayerProgram:
             self._z.append({rank: first + position for position, rank in enumerate(ranks)})
             first += len(ranks)
         self._num_binaries = first
-        self._rows = _Rows()
+        self._rows = _Constraints()
         self._loads: list[list[tuple[int, float]]] = [[] for _ in range(self._cluster.num_ranks)]
         self._num_variables = first
         for position in range(len(self._options)):
@@ -196,7 +196,7 @@ class LayerProgram:
 
     def minimize(
         self, objective: FloatArray, limits: Sequence[Limit], seconds: float, *, is_ordered: bool
-    ) -> Answer:
+    ) -> Solution:
         """Return the best solution that HiGHS finds in `seconds`, among placements within all limits.
 
         `is_ordered` requires the ranks of a node in order of their loads. It removes placements that differ
@@ -222,16 +222,16 @@ class LayerProgram:
         )
         bound = getattr(result, "mip_dual_bound", None)
         is_known = bound is not None and bool(np.isfinite(bound))
-        return Answer(result.x, float(bound or 0.0) if is_known else 0.0, result.status == 0)
+        return Solution(result.x, float(bound or 0.0) if is_known else 0.0, result.status == 0)
 
-    def _matrix(self, rows: _Rows) -> csr_array:
+    def _matrix(self, rows: _Constraints) -> csr_array:
         from scipy.sparse import coo_array
 
         shape = (len(rows.low), self._num_variables)
         return coo_array((rows.value, (rows.row, rows.column)), shape=shape).tocsr()
 
-    def _order_ranks(self) -> _Rows:
-        rows = _Rows()
+    def _order_ranks(self) -> _Constraints:
+        rows = _Constraints()
         for rank in range(self._cluster.num_ranks - 1):
             if self._cluster.node_of(rank) == self._cluster.node_of(rank + 1):
                 below = [(column, -value) for column, value in self._loads[rank + 1]]

@@ -20,7 +20,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 
-class Traffic(NamedTuple):
+class RemoteCopies(NamedTuple):
     """Token copies (...) that leave their rank, and among them those that leave their node."""
 
     off_rank: FloatArray
@@ -80,7 +80,7 @@ def share_load(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> FloatA
     return load.reshape(marks.shape)
 
 
-def measure_traffic(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> Traffic:
+def measure_traffic(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> RemoteCopies:
     """Return the token copies that leave their rank and their node.
 
     Shapes: marks (..., E, R); tokens (..., E, R) by source rank.
@@ -90,4 +90,4 @@ def measure_traffic(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> T
     off_rank = np.where(marks, 0.0, by_source).sum((-1, -2))
     is_covered = marks.reshape(shape).any(-1)
     off_node = np.where(is_covered, 0.0, by_source.reshape(shape).sum(-1)).sum((-1, -2))
-    return Traffic(off_rank, off_node)
+    return RemoteCopies(off_rank, off_node)

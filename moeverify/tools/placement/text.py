@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from moeverify.tools.placement.plan import Plan, Side
+from moeverify.tools.placement.plan import PlacementPlan, Side
 from moeverify.tools.placement.sharing import FloatArray
 
 _BAR_WIDTH = 32
@@ -15,13 +15,13 @@ _MOST_LAYERS = 12  # rows of the table by layer
 _MOST_NAMED = 1024  # experts in printed matrices; the file of --out has all
 
 
-def print_plan(plan: Plan, console: Console, *, name: str) -> None:
+def print_plan(plan: PlacementPlan, console: Console, *, name: str) -> None:
     """Print a plan; `name` is the name of its trace."""
     for line in _list_lines(plan, name):
         console.print(line.rstrip(), soft_wrap=True)
 
 
-def _list_lines(plan: Plan, name: str) -> list[str]:
+def _list_lines(plan: PlacementPlan, name: str) -> list[str]:
     return [
         *_describe(plan, name),
         "",
@@ -35,7 +35,7 @@ def _list_lines(plan: Plan, name: str) -> list[str]:
     ]
 
 
-def _describe(plan: Plan, name: str) -> list[str]:
+def _describe(plan: PlacementPlan, name: str) -> list[str]:
     """Return the lines about the inputs and the solver."""
     header = plan.trace.header
     model = f" of {header.model}" if header.model else ""
@@ -59,7 +59,7 @@ def _describe(plan: Plan, name: str) -> list[str]:
     return lines
 
 
-def _name_solver(plan: Plan) -> str:
+def _name_solver(plan: PlacementPlan) -> str:
     if not plan.statuses:
         return "heuristic"
     optimal = plan.statuses.count("optimal")
@@ -73,7 +73,7 @@ def _name_solver(plan: Plan) -> str:
     return ", ".join(parts)
 
 
-def _compare(plan: Plan) -> list[str]:
+def _compare(plan: PlacementPlan) -> list[str]:
     """Return the table of both placements."""
     rows = [
         ("", "before", "after"),
@@ -101,7 +101,7 @@ def _compare(plan: Plan) -> list[str]:
     return lines
 
 
-def _list_layers(plan: Plan) -> list[str]:
+def _list_layers(plan: PlacementPlan) -> list[str]:
     """Return the largest load of each layer over its mean; of many layers, the worst ones."""
     mean = plan.after.cost.mean
     unit = [max(float(each), 1e-300) for each in mean]
@@ -117,7 +117,7 @@ def _list_layers(plan: Plan) -> list[str]:
     return [title, *_align(rows)]
 
 
-def _draw_bars(plan: Plan) -> list[str]:
+def _draw_bars(plan: PlacementPlan) -> list[str]:
     """Return bars of the rank loads in the layer that was most uneven before."""
     before, after = plan.before.cost.loads, plan.after.cost.loads
     mean = plan.before.cost.mean
@@ -140,7 +140,7 @@ def _draw_bars(plan: Plan) -> list[str]:
     return [f"load by rank over the mean, layer {layer}{few}", *_align(rows, left=(2, 4))]
 
 
-def _list_matrices(plan: Plan) -> list[str]:
+def _list_matrices(plan: PlacementPlan) -> list[str]:
     """Return the new placement, a line per layer, up to a limit for the screen."""
     placement = plan.after.placement
     lines: list[str] = []
@@ -154,7 +154,7 @@ def _list_matrices(plan: Plan) -> list[str]:
     return ["placement, a list for each rank", *lines]
 
 
-def _sides(plan: Plan) -> tuple[Side, Side]:
+def _sides(plan: PlacementPlan) -> tuple[Side, Side]:
     return plan.before, plan.after
 
 

@@ -163,7 +163,7 @@ class DcpSource:
             or tensor.shape != chunk.sizes
             or tensor.dtype != self.specs[name].dtype
         ):
-            raise FormatError(f"{path}: {name} is not what {METADATA} says")
+            raise FormatError(f"{path}: {name} does not match {METADATA}")
         self.num_bytes_read += tensor.nbytes
         self._last = index, tensor
         return tensor
@@ -200,7 +200,7 @@ def _check_metadata(metadata: Metadata) -> Iterator[str]:
         if not isinstance(name, str):
             yield f"a tensor is called {name!r}"
         elif isinstance(stored, TensorStorageMetadata) and not _is_whole(stored):
-            yield f"what it says of {name} is incomplete"
+            yield f"its entry of {name} is incomplete"
     for index, place in places.items():
         numbers = [getattr(place, field, None) for field in ("offset", "length")]
         is_named = isinstance(index, MetadataIndex) and isinstance(getattr(place, "relative_path", None), str)

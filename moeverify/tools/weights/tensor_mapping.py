@@ -60,8 +60,8 @@ def list_tensors(model: ReferenceModel) -> dict[str, Shape]:
     return {name: tuple(tensor.shape) for name, tensor in built.state_dict(keep_vars=True).items()}
 
 
-def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> TensorMapping:
-    """Return the mapping of a model's tensors under a table of names; `what` names the format in errors.
+def map_names(shapes: Mapping[str, Shape], names: Names, format_name: str) -> TensorMapping:
+    """Return the mapping of a model's tensors under a table of names; `format_name` names the format in errors.
 
     Raises: FormatError with the first tensor that the table does not contain.
     """
@@ -70,7 +70,7 @@ def map_names(shapes: Mapping[str, Shape], names: Names, what: str) -> TensorMap
         layer = re.search(r"(?<=^layers\.)\d+", name)
         theirs = names.get(re.sub(r"^layers\.\d+", "layers.{layer}", name))
         if theirs is None:
-            raise FormatError(f"{what} has no name for {name}")
+            raise FormatError(f"{format_name} has no name for {name}")
         theirs = theirs.replace("{layer}", layer[0] if layer else "")
         if "{expert}" in theirs:
             mapping[name] = tuple(

@@ -7,7 +7,7 @@ from typing import Literal
 from moeverify.results.record import Record
 
 
-class Call(Record):
+class LoopCall(Record):
     """One call of the training loop.
 
     `step` is the number of optimizer steps before the call, and `site` the file:line of the caller.

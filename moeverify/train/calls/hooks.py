@@ -57,7 +57,7 @@ class Hooks:
         return any((known, label) == (owner, name) for known, label, _ in self._wrapped)
 
     def remove_module_hooks(self) -> None:
-        """Remove the hooks of modules, each of which costs about a microsecond per module call."""
+        """Remove the hooks of modules. Each hook costs about a microsecond per module call."""
         while self._modules:
             self._modules.pop().remove()
 

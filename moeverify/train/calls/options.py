@@ -68,7 +68,7 @@ def find_option_sites(group: dict[str, Any]) -> dict[str, str]:
 def computing() -> Iterator[None]:
     """Keep the lines where functions of the script return numbers while a scheduler runs.
 
-    A profiler that the script has set is left alone, and so is that of a scheduler which steps this one.
+    Leaves a profiler of the script alone, and also the profiler of a scheduler that steps this one.
     """
     if sys.getprofile() is not None:
         yield

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from moeverify.results.script import CallFacts, CallRule
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 
 
-def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
+def find_discarded(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the `zero_grad` calls that discard gradients between backward passes of an optimizer step.
 
     `calls` are the calls of one optimizer step, here and below. Returns None if the rule holds.
@@ -22,7 +22,7 @@ def find_discarded(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.DISCARDED, site=inner[0].site, actual=len(inner), norm=norm)
 
 
-def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
+def find_emptied(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the `zero_grad` call between the last backward pass and the optimizer step, or None.
 
     It may concern only a part of the model, in order to freeze it. The calls do not show whether the
@@ -35,7 +35,7 @@ def find_emptied(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.EMPTIED, site=late[0].site, actual=len(late), norm=late[0].discarded)
 
 
-def find_kept(calls: Sequence[Call]) -> CallFacts | None:
+def find_kept(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the first backward pass if it adds to the gradients of the previous optimizer step, or None."""
     first = next((call for call in calls if call.name == "backward"), None)
     if first is None or first.kept == 0.0:
@@ -43,7 +43,7 @@ def find_kept(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.KEPT, site=first.site, expected=1, norm=first.kept)
 
 
-def find_misplaced_clip(calls: Sequence[Call]) -> CallFacts | None:
+def find_misplaced_clip(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the clips that do not lie between the last backward pass and the optimizer step, or None.
 
     Early ones are right if a clip by another line, or of other parameters, lies there: two losses may each
@@ -64,7 +64,7 @@ def find_misplaced_clip(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=rule, site=first.site, actual=number)
 
 
-def find_eval(calls: Sequence[Call]) -> CallFacts | None:
+def find_eval(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the forward passes in evaluation mode if a step has backward passes and no others, or None."""
     found = [call for call in calls if call.name == "eval forward"]
     if not found or {"forward", "backward"} & {call.name for call in calls} != {"backward"}:
@@ -72,7 +72,7 @@ def find_eval(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.EVAL, site=found[0].site, actual=len(found))
 
 
-def find_scaled_step(calls: Sequence[Call]) -> CallFacts | None:
+def find_scaled_step(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the optimizer step on gradients of a scaled loss if no gradient scaler unscales any, or None."""
     names = {call.name for call in calls}
     step = next((call for call in calls if call.name == "optimizer step" and call.scale is not None), None)
@@ -81,7 +81,7 @@ def find_scaled_step(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.SCALED_STEP, site=step.site, actual=1, norm=step.scale or 1.0)
 
 
-def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
+def find_scaled_clip(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the clip of gradients that a gradient scaler has not unscaled yet, or None.
 
     A limit of at least the root of the loss scale was multiplied by the scale on purpose.
@@ -98,7 +98,7 @@ def find_scaled_clip(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.SCALED_CLIP, site=clip.site, actual=1, norm=scale)
 
 
-def drop_skipped(calls: Sequence[Call]) -> Sequence[Call]:
+def drop_skipped(calls: Sequence[LoopCall]) -> Sequence[LoopCall]:
     """Return the calls after the last step that a gradient scaler skipped because of infinite gradients."""
     names = [call.name for call in calls]
     skipped = [
@@ -109,7 +109,7 @@ def drop_skipped(calls: Sequence[Call]) -> Sequence[Call]:
     return calls[skipped[-1] + 1 :] if skipped else calls
 
 
-def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
+def find_inner_schedule(calls: Sequence[LoopCall]) -> CallFacts | None:
     """Return the scheduler steps between the backward passes of one optimizer step, or None."""
     first, last = backward_range(calls)
     inner = [call for call in calls[first:last] if call.name == "scheduler step"]
@@ -118,12 +118,12 @@ def find_inner_schedule(calls: Sequence[Call]) -> CallFacts | None:
     return CallFacts(rule=CallRule.INNER_SCHEDULER, site=inner[0].site, actual=len(inner))
 
 
-def clips(call: Call) -> bool:
+def clips(call: LoopCall) -> bool:
     """Return whether a call clips gradients; without a limit, it only measures their norm."""
     return call.name.startswith("clip_grad") and call.max_norm != math.inf
 
 
-def backward_range(calls: Sequence[Call]) -> tuple[int, int]:
+def backward_range(calls: Sequence[LoopCall]) -> tuple[int, int]:
     """Return the indices of the first and the last backward pass among the calls of a step.
 
     Without a backward pass, both are the number of calls.

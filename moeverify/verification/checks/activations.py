@@ -7,6 +7,7 @@ because it adds the output of each block, (B, S, H), to the golden at each step.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,18 +23,19 @@ from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
 from moeverify.train.block_ends import BlockEnds
-from moeverify.verification.checks.base import Outcome, Role, Shown, Training, Watch
+from moeverify.verification.checks.base import CheckOutcome, Role, ShownTensors, Training, Watch
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 
 
-class _BlockOutputs(Watch[None]):
-    """Hooks that show the output of each block, per micro-batch, while a rank trains."""
+class BlockWatch(Watch[None], ABC):
+    """Hooks on the outputs of blocks while a rank trains; `_take` gets each one (see `BlockEnds`)."""
 
-    def __init__(self, training: Training, observer: Observer) -> None:
+    def __init__(self, training: Training, observer: Observer, first: str = "") -> None:
+        self._training = training
         self._observer = observer
         self._step = 0
         tp = training.coordinates.get("tp", 0)
-        self._ends = BlockEnds(training.program, training.recipe.data, tp, self._show)
+        self._ends = BlockEnds(training.program, training.recipe.data, tp, self._take, first=first)
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -42,7 +44,15 @@ class _BlockOutputs(Watch[None]):
     def close(self) -> None:
         self._ends.close()
 
-    def _show(self, name: str, value: Tensor, region: Region) -> Tensor:
+    @abstractmethod
+    def _take(self, name: str, value: Tensor, region: Region) -> Tensor:
+        """Return the output that the next block gets."""
+
+
+class _BlockOutputs(BlockWatch):
+    """Shows the output of each block, per micro-batch."""
+
+    def _take(self, name: str, value: Tensor, region: Region) -> Tensor:
         if not is_partial(value):
             local = local_part(value.detach())
             self._observer.observe(self._step, CheckName.ACTIVATIONS, name, local, region)
@@ -61,7 +71,7 @@ class Activations(GoldenTensors):
         """Return a watch that shows the block outputs; see `Check`."""
         return _BlockOutputs(training, observer)
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome | None:
         """Return the verdict: the first block that differs, and later ones as consequences; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None or not outcome.findings:
@@ -77,7 +87,7 @@ class Activations(GoldenTensors):
             }
         )
         following = [finding.model_copy(update={"follows": first.tensor}) for finding in others]
-        return Outcome(outcome.result, (origin, *following))
+        return CheckOutcome(outcome.result, (origin, *following))
 
 
 def _order(finding: Finding) -> tuple[int, list[tuple[int, str]]]:

@@ -34,7 +34,7 @@ from moeverify.train.program import Program
 from moeverify.verification.checks.bounds import Bounds, Parts
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Assembled, Coordinates, Key
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.golden.store import OwnResult, StoredGolden
 
 R = TypeVar("R")
@@ -73,13 +73,13 @@ class RankRun:
 
     `entries` returns the comparisons of its tensors; call it after the run. `train_again(observer,
     num_steps)` trains the first steps of the same layout again and shows them to an observer. It is
-    collective: all ranks must call it. `dtypes` are those of one device; see `StoredGolden`. `alone` is a
-    context in which this rank is the only one of the default process group.
+    collective: all ranks must call it. `dtypes` are the dtypes of one device; see `StoredGolden`. `alone` is
+    a context in which this rank is the only one of the default process group.
     """
 
     case: Case
     trace: CollectiveTrace
-    entries: Callable[[], Sequence[Entry]]
+    entries: Callable[[], Sequence[ComparedShard]]
     train_again: Callable[[Observer, int], None]
     dtypes: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
     alone: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -100,12 +100,12 @@ class RankLoad:
     case: Case
     tensors: Sequence[tuple[str, Tensor, Region]]
     saved: StoredGolden
-    entries: Sequence[Entry]
+    entries: Sequence[ComparedShard]
     uninterrupted: Sequence[tuple[Key, int | None]] | None
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedTensors:
     """Logical tensors of all ranks compared with the expected ones, and the allowed errors."""
 
     coordinates: Coordinates
@@ -122,7 +122,7 @@ class Compared:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown(Compared):
+class ShownTensors(ComparedTensors):
     """The tensors that all ranks of a case have shown, assembled on rank 0.
 
     - `golden_names`: for each step, the (kind, name) pairs that the golden holds and the run must show.
@@ -151,7 +151,7 @@ class Shown(Compared):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """Verdict and findings of one check.
 
     `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
@@ -232,14 +232,14 @@ class Check(ABC, Generic[R]):
         return None
 
     @abstractmethod
-    def judge(self, shown: Shown, reports: Sequence[R]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[R]) -> CheckOutcome | None:
         """Return the verdict, on rank 0; None if the check does not apply.
 
         `reports` has one entry per rank, ordered by rank. It is empty if no rank took notes.
         """
 
 
-def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> Outcome:
+def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **rest: Any) -> CheckOutcome:
     """Return the outcome of a check with bound 0. The finding with the largest error is the worst."""
     worst = max(findings, key=lambda finding: comparable(finding.error), default=None)
     result = CheckResult(
@@ -249,7 +249,7 @@ def make_outcome(name: str, findings: Sequence[Finding], num_tensors: int, **res
         worst=Worst(tensor=worst.tensor, error=worst.error, bound=0.0, step=worst.step) if worst else None,
         **rest,
     )
-    return Outcome(result, tuple(findings))
+    return CheckOutcome(result, tuple(findings))
 
 
 def rate_error(error: float) -> float:

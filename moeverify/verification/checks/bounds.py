@@ -19,11 +19,12 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from moeverify.cases.schema import Precision, Tolerance
 from moeverify.results.bound import BoundPart
 from moeverify.results.checks import Kind
+from moeverify.verification.compare.assembled import Key
 from moeverify.verification.golden.noise import (
     EPSILON,
     narrow_key,
@@ -65,6 +66,13 @@ class Criterion:
     metric: Metric = "relative"
 
 
+class Norms(NamedTuple):
+    """Norm of the golden tensor, and of all golden tensors of its kind and step together."""
+
+    expected: float
+    kind: float
+
+
 @dataclass
 class Bounds:
     """Bounds of one case.
@@ -79,43 +87,24 @@ class Bounds:
     forced: bool = False
     _typical: dict[tuple[int, str], float] = field(default_factory=dict)
 
-    def bound(
-        self,
-        step: int,
-        kind: str,
-        name: str,
-        criterion: Criterion,
-        *,
-        expected_norm: float,
-        kind_norm: float,
-    ) -> float:
+    def bound(self, key: Key, criterion: Criterion, norms: Norms) -> float:
         """Return the largest allowed error, in the unit of the criterion's metric.
 
-        `expected_norm` is the norm of the golden tensor. `kind_norm` is the norm of all tensors of this
-        kind and step together. A difference below the rounding of `kind_norm` is noise, even if the tensor
-        itself is smaller. Below float64 this rule applies only to tensors whose own noise was not measured.
+        A difference below the rounding of `norms.kind` is noise, even if the tensor itself is smaller. Below
+        float64 this rule applies only to tensors whose own noise was not measured.
         """
-        parts = self.list_parts(step, kind, name, criterion, expected_norm=expected_norm, kind_norm=kind_norm)
-        return max(parts.values())
+        return max(self.list_parts(key, criterion, norms).values())
 
-    def list_parts(
-        self,
-        step: int,
-        kind: str,
-        name: str,
-        criterion: Criterion,
-        *,
-        expected_norm: float,
-        kind_norm: float,
-    ) -> dict[BoundPart, float]:
+    def list_parts(self, key: Key, criterion: Criterion, norms: Norms) -> dict[BoundPart, float]:
         """Return the errors that each source of rounding allows; the largest one is the bound.
 
-        The arguments are those of `bound`.
+        Takes the arguments of `bound`.
         """
+        step, kind, name = key
         if criterion.exact or self.tolerance.kind == "exact":
             return {"exact": 0.0}
         if self.tolerance.kind == "fixed":
-            return {"fixed": self._fixed(expected_norm)}
+            return {"fixed": self._fixed(norms.expected)}
         if _is_counter(kind, name):
             return {"floor": FLOOR["float64"]}
         own = self.noise.get(noise_key(step, kind, name, forced=self.forced), 0.0)
@@ -133,7 +122,7 @@ class Bounds:
             return parts | {"floor": FLIP_FLOOR[self.precision]}
         # One rounding unit of the norm of the whole kind: a tensor far below it is a small difference of
         # large numbers.
-        rounding = EPSILON[self.precision] * kind_norm / expected_norm if expected_norm > 0 else 0.0
+        rounding = EPSILON[self.precision] * norms.kind / norms.expected if norms.expected > 0 else 0.0
         if self.precision != "float64" and own > 0.0:
             # The noise was measured. Below float64 one unit of the whole kind would hide errors of small
             # tensors.

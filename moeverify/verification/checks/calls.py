@@ -15,13 +15,21 @@ from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.results.script import CallFacts, CallRule
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.rules import find_discarded, find_inner_schedule, find_kept, find_misplaced_clip
 from moeverify.train.custom_step import CustomStep
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 
-Steps = dict[int, tuple[Call, ...]]
+Steps = dict[int, tuple[LoopCall, ...]]
 
 _STAGES = {
     CallRule.DISCARDED: Stage.BACKWARD,
@@ -63,12 +71,12 @@ class Calls(Check[RankCalls]):
         step = program.custom_step
         return None if step is None else CallWatch(step, program.num_micro_batches)
 
-    def judge(self, shown: Shown, reports: Sequence[RankCalls]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[RankCalls]) -> CheckOutcome | None:
         """Return whether every rank follows the rules in every step; see `Check`."""
         return judge_calls(shown, reports) if reports else None
 
 
-def judge_calls(shown: Shown, reports: Sequence[RankCalls]) -> Outcome:
+def judge_calls(shown: ShownTensors, reports: Sequence[RankCalls]) -> CheckOutcome:
     """Return the verdict, with one finding per broken rule, at the first step that breaks it."""
     broken: dict[CallRule, tuple[int, CallFacts, list[int]]] = {}
     for rank, report in enumerate(reports):
@@ -82,7 +90,7 @@ def judge_calls(shown: Shown, reports: Sequence[RankCalls]) -> Outcome:
     return make_outcome(CheckName.CALLS, findings, num_calls)
 
 
-def _list_broken(calls: Sequence[Call], num_micro_batches: int) -> list[CallFacts]:
+def _list_broken(calls: Sequence[LoopCall], num_micro_batches: int) -> list[CallFacts]:
     """Return the rules that the calls of a step break.
 
     The rules assume one backward pass per micro-batch. Algorithms with two, such as sharpness-aware
@@ -94,7 +102,7 @@ def _list_broken(calls: Sequence[Call], num_micro_batches: int) -> list[CallFact
     return [facts for facts in found if facts is not None]
 
 
-def _make_finding(shown: Shown, step: int, facts: CallFacts, ranks: Sequence[int]) -> Finding:
+def _make_finding(shown: ShownTensors, step: int, facts: CallFacts, ranks: Sequence[int]) -> Finding:
     return Finding(
         check=CheckName.CALLS,
         tensor=facts.rule.value,

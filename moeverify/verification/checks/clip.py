@@ -25,7 +25,7 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.clipping import GUARD
 from moeverify.train.engine import PlainEngine
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.compare.assembled import Key
 
 TOTAL = "total"
@@ -151,12 +151,12 @@ class Clip(Check[dict[int, StepGradients]]):
         is_ours = program.custom_step is None and type(program.engine).norm is PlainEngine.norm
         return GradientWatch(norms_are_wide=is_ours)
 
-    def judge(self, shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[dict[int, StepGradients]]) -> CheckOutcome | None:
         """Return whether norm and coefficient follow from the gradients on every rank; see `Check`."""
         return judge_norms(shown, reports) if any(reports) else None
 
 
-def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Outcome:
+def judge_norms(shown: ShownTensors, reports: Sequence[dict[int, StepGradients]]) -> CheckOutcome:
     """Return the verdict, with a finding for each norm or coefficient that is wrong on some rank."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
@@ -191,7 +191,7 @@ def judge_norms(shown: Shown, reports: Sequence[dict[int, StepGradients]]) -> Ou
         worst=worst,
         facts=shown.describe_own(own),
     )
-    return Outcome(result, tuple(findings), limits)
+    return CheckOutcome(result, tuple(findings), limits)
 
 
 def _find_extremes(of_step: Sequence[StepGradients]) -> tuple[float, float]:
@@ -293,7 +293,11 @@ def _gather_facts(name: str, of_step: Sequence[StepGradients]) -> ClipFacts:
 
 
 def _make_finding(
-    shown: Shown, key: Key, ranks: tuple[int, ...], row: tuple[int, float, float, float], facts: ClipFacts
+    shown: ShownTensors,
+    key: Key,
+    ranks: tuple[int, ...],
+    row: tuple[int, float, float, float],
+    facts: ClipFacts,
 ) -> Finding:
     step, kind, name = key
     rank, expected, actual, bound = row

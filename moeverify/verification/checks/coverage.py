@@ -9,7 +9,7 @@ from typing import Any
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import CoverageFacts
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Check, Outcome, Role, Shown, make_outcome
+from moeverify.verification.checks.base import Check, CheckOutcome, Role, ShownTensors, make_outcome
 from moeverify.verification.compare.assembled import Key
 
 
@@ -19,7 +19,7 @@ class Coverage(Check[Any]):
     name = CheckName.COVERAGE
     role = Role.ORIGIN
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome:
         """Return the verdict, with a finding for each tensor with missing or repeated elements."""
         findings: list[Finding] = []
         for key, tensor in shown.tensors.items():

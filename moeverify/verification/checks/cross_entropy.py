@@ -34,8 +34,16 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.data import IGNORED
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
-from moeverify.verification.checks.data_source import Expected
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
+from moeverify.verification.checks.data_source import ExpectedData
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
 from moeverify.verification.compare.assembled import Key
 
@@ -60,7 +68,7 @@ class Passed:
 
 
 @dataclass(frozen=True)
-class Compared:
+class LossComparison:
     """Comparison of one micro-batch of `step`.
 
     `actual` are the losses (n) in float64. `ratio` (n) is each error divided by the allowed error. `fits`
@@ -75,7 +83,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Row:
+class MicroBatchErrors:
     """One micro-batch of a step on one rank. `worst` is its largest error, divided by the allowed error.
 
     `dtypes` are the narrower dtypes that represent all of its losses exactly, narrowest first.
@@ -91,16 +99,16 @@ class Row:
     dtypes: tuple[str, ...]
 
 
-class CrossEntropyWatch(Watch[list[Row]]):
+class CrossEntropyWatch(Watch[list[MicroBatchErrors]]):
     """Recomputes losses of sampled tokens after each call of the head, and compares the shown losses."""
 
     def __init__(self, case: Case, program: Program, rank: int) -> None:
         self._rank = rank
-        self._expected = Expected(case)
+        self._expected = ExpectedData(case)
         self._step = -1
         self._num_passes = 0
         self._passed: list[Passed] = []
-        self._compared: list[Compared] = []
+        self._compared: list[LossComparison] = []
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(unseen(self._see))
             for name, module in program.model.named_modules()
@@ -124,7 +132,7 @@ class CrossEntropyWatch(Watch[list[Row]]):
             handle.remove()
         self._handles = []
 
-    def report(self) -> list[Row]:
+    def report(self) -> list[MicroBatchErrors]:
         """Return the rows of all steps; see `Watch`."""
         return [_read(each) for each in self._compared]
 
@@ -165,7 +173,7 @@ def compute(logits: Tensor, labels: Tensor, tokens: Tensor) -> Passed:
     return Passed(tokens, losses, allowed)
 
 
-def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
+def compare(step: int, passed: Passed, shown: Tensor) -> LossComparison:
     """Return the differences between shown losses (n) of some tokens and the recomputed ones."""
     actual = shown.to(torch.float64)
     ratio = (actual - passed.losses).abs() / passed.allowed
@@ -175,15 +183,15 @@ def compare(step: int, passed: Passed, shown: Tensor) -> Compared:
         name_dtype(dtype): (shown.to(dtype).to(shown.dtype) == shown).all()
         for dtype in list_narrower(shown.dtype)
     }
-    return Compared(step, passed, actual, ratio, fits)
+    return LossComparison(step, passed, actual, ratio, fits)
 
 
-def _read(compared: Compared) -> Row:
+def _read(compared: LossComparison) -> MicroBatchErrors:
     """Return the row of a micro-batch. Synchronizes with the device."""
     ratio, passed = compared.ratio, compared.passed
     place = int(ratio.nan_to_num(torch.inf).argmax())
     is_enough = int((compared.actual != 0.0).sum()) >= _LEAST_NUMBERS
-    return Row(
+    return MicroBatchErrors(
         step=compared.step,
         worst=float(ratio[place]),
         expected=float(passed.losses[place]),
@@ -195,27 +203,27 @@ def _read(compared: Compared) -> Row:
     )
 
 
-class CrossEntropy(Check[list[Row]]):
+class CrossEntropy(Check[list[MicroBatchErrors]]):
     """Loss of each token on every rank, for the reference model only: a user's model defines its own loss."""
 
     name = CheckName.CROSS_ENTROPY
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[Row]] | None:
+    def watch(self, run: RankRun, program: Program) -> Watch[list[MicroBatchErrors]] | None:
         """Return a watch that recomputes the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None
         return CrossEntropyWatch(run.case, program, torch.distributed.get_rank())
 
-    def judge(self, shown: Shown, reports: Sequence[list[Row]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[MicroBatchErrors]]) -> CheckOutcome | None:
         """Return whether each token loss follows from its logits, up to rounding; see `Check`."""
         return judge_rows(shown, reports) if any(reports) else None
 
 
-def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
+def judge_rows(shown: ShownTensors, reports: Sequence[Sequence[MicroBatchErrors]]) -> CheckOutcome:
     """Return the verdict, with one finding per wrong step."""
-    by_step: dict[int, list[tuple[int, Row]]] = {}
+    by_step: dict[int, list[tuple[int, MicroBatchErrors]]] = {}
     for rank, rows in enumerate(reports):
         for row in rows:
             by_step.setdefault(row.step, []).append((rank, row))
@@ -239,10 +247,10 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]]) -> Outcome:
         if is_known
         else None,
     )
-    return Outcome(result, tuple(findings))
+    return CheckOutcome(result, tuple(findings))
 
 
-def _make_finding(shown: Shown, step: int, rows: Sequence[tuple[int, Row]]) -> Finding:
+def _make_finding(shown: ShownTensors, step: int, rows: Sequence[tuple[int, MicroBatchErrors]]) -> Finding:
     rank, row = max(rows, key=lambda each: rate_error(each[1].worst))
     wrong = [(each, other) for each, other in rows if not other.worst <= 1.0]
     ranks = tuple(sorted({each for each, _ in wrong}))

@@ -1,4 +1,4 @@
-"""Source of tokens, labels, positions or masks that a rank read in place of its own.
+"""Source of tokens, labels, positions or masks that a rank read instead of its own.
 
 Tokens are hashes of seed, step, row and position. The source of a reading is found by comparison with the
 data of other micro-batches, ranks and steps. Shapes: B rows and S positions of the global batch; M rows and
@@ -18,13 +18,13 @@ from moeverify.cases.axes.registry import DEGREES
 from moeverify.cases.axes.split import split_rows
 from moeverify.cases.schema import Case
 from moeverify.parallel.context_parallel import split_positions
-from moeverify.results.data import Batch, ReadSource, SourceKind
+from moeverify.results.data import BatchField, ReadSource, SourceKind
 from moeverify.train.data import IGNORED, Share, make_batch, whole_share
 
 MOST_STEPS = 16  # nearest steps that are searched
 MOST_ROWS = 4  # rows that a source lists
 CHANCE = 0.01  # largest probability of a chance match at which a share is named as the source of masks
-MASKS = (Batch.MASK, Batch.LOSS_MASK)
+MASKS = (BatchField.MASK, BatchField.LOSS_MASK)
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class GlobalBatch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchSlice:
     """Rows (M) and positions (s) of one micro-batch on one rank, both int64."""
 
     rows: Tensor
     positions: Tensor
 
 
-class Expected:
+class ExpectedData:
     """Data that every rank of a case has to read, derived from the case and not from the tested program."""
 
     def __init__(self, case: Case) -> None:
@@ -63,7 +63,7 @@ class Expected:
             self._batches[step] = GlobalBatch(torch.cat([made.tokens, labels[:, -1:]], dim=1), made.row_valid)
         return self._batches[step]
 
-    def cut(self, rank: int, micro_batch: int) -> Cut:
+    def cut(self, rank: int, micro_batch: int) -> BatchSlice:
         """Return the rows and positions of a rank in a micro-batch."""
         layout, data = self.case.layout, self.case.recipe.data
         place, share = self.plan.data.coordinates(rank), 0
@@ -74,42 +74,44 @@ class Expected:
         size = len(rows) // layout.micro_batches
         positions = split_positions(data.seq_len, layout.cp, place["cp"], layout.context_parallel)
         own = rows[micro_batch * size : (micro_batch + 1) * size]
-        return Cut(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
+        return BatchSlice(torch.tensor(tuple(own)), torch.tensor(tuple(positions)))
 
-    def values(self, what: Batch, step: int, cut: Cut) -> Tensor:
+    def values(self, field: BatchField, step: int, cut: BatchSlice) -> Tensor:
         """Return the data at the given rows and positions, (M, s). Labels of padding are included."""
         batch = self.batch(step)
-        if what is Batch.POSITIONS:
+        if field is BatchField.POSITIONS:
             return cut.positions.expand(len(cut.rows), -1)
-        if what in MASKS:
+        if field in MASKS:
             return cut.positions < batch.lengths[cut.rows, None]
-        return batch.text[cut.rows[:, None], cut.positions + (what is Batch.LABELS)]
+        return batch.text[cut.rows[:, None], cut.positions + (field is BatchField.LABELS)]
 
-    def labels(self, step: int, cut: Cut) -> Tensor:
+    def labels(self, step: int, cut: BatchSlice) -> Tensor:
         """Return the labels (M, s), with padding set to `IGNORED`."""
-        counts = self.values(Batch.LOSS_MASK, step, cut)
-        return self.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
+        counts = self.values(BatchField.LOSS_MASK, step, cut)
+        return self.values(BatchField.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
-    def make_labels(self, step: int, cut: Cut, device: torch.device) -> Tensor:
+    def make_labels(self, step: int, cut: BatchSlice, device: torch.device) -> Tensor:
         """Return the same as `labels` on a device, without building the global batch."""
         recipe = self.case.recipe
         share = Share(tuple(cut.rows.tolist()), tuple(cut.positions.tolist()))
         return make_batch(recipe.data, recipe.model.vocab_size, recipe.seed, step, share, device).targets
 
-    def find_source(self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int) -> ReadSource:
+    def find_source(
+        self, field: BatchField, actual: Tensor, rank: int, step: int, micro_batch: int
+    ) -> ReadSource:
         """Return the source of `actual` (M, s), read for a micro-batch. Masks are not supported."""
-        if what is Batch.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
+        if field is BatchField.POSITIONS and bool((actual == torch.arange(actual.shape[1])).all()):
             return ReadSource(kind=SourceKind.LOCAL)
         return (
-            self._find_next(what, actual, step, self.cut(rank, micro_batch))
-            or self._find_share(what, [(micro_batch, actual)], rank, step)
-            or self._find_rows(what, actual, rank, step, micro_batch)
-            or self._find_shift(what, actual, step, self.cut(rank, micro_batch))
+            self._find_next(field, actual, step, self.cut(rank, micro_batch))
+            or self._find_share(field, [(micro_batch, actual)], rank, step)
+            or self._find_rows(field, actual, rank, step, micro_batch)
+            or self._find_shift(field, actual, step, self.cut(rank, micro_batch))
             or ReadSource(kind=SourceKind.UNKNOWN)
         )
 
     def find_mask_source(
-        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+        self, field: BatchField, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
         """Return the common source of all these masks (M, s) of a step, each with its micro-batch.
 
@@ -117,13 +119,13 @@ class Expected:
         """
         if all(bool(actual.all()) for _, actual in masks):
             return ReadSource(kind=SourceKind.ALL)
-        left_out = self._find_left_out(what, masks, rank, step)
+        left_out = self._find_left_out(field, masks, rank, step)
         if left_out is not None:
             return left_out
-        label = self._find_label(what, masks, rank, step)
+        label = self._find_label(field, masks, rank, step)
         if label is not None:
             return ReadSource(kind=SourceKind.LABEL, label=label)
-        shifts = [self._find_shift(what, actual, step, self.cut(rank, number)) for number, actual in masks]
+        shifts = [self._find_shift(field, actual, step, self.cut(rank, number)) for number, actual in masks]
         if shifts[0] is not None and all(shift == shifts[0] for shift in shifts):
             return shifts[0]
         shares = len(list(self._list_shares(rank, step, masks[0][0])))
@@ -132,10 +134,10 @@ class Expected:
         num_rows = sum(len(actual) for _, actual in masks)
         if shares * lengths**-num_rows > CHANCE:
             return None
-        return self._find_share(what, masks, rank, step)
+        return self._find_share(field, masks, rank, step)
 
     def _find_left_out(
-        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+        self, field: BatchField, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
         """Return the positions that these masks leave out in every row, if nothing else is wrong with them.
 
@@ -144,7 +146,7 @@ class Expected:
         """
         cuts = [self.cut(rank, number) for number, _ in masks]
         read = torch.cat([actual for _, actual in masks])
-        own = torch.cat([self.values(what, step, cut) for cut in cuts])
+        own = torch.cat([self.values(field, step, cut) for cut in cuts])
         without = (own & ~read).any(dim=0)
         if not without.any() or 2 * int(without.sum()) > len(without):
             return None
@@ -153,7 +155,7 @@ class Expected:
         return ReadSource(kind=SourceKind.WITHOUT, positions=tuple(cuts[0].positions[without].tolist()))
 
     def _find_label(
-        self, what: Batch, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
+        self, field: BatchField, masks: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> int | None:
         """Return the one label whose tokens these masks leave out of the valid ones; None if there is none.
 
@@ -162,19 +164,19 @@ class Expected:
         """
         cuts = [self.cut(rank, number) for number, _ in masks]
         read = torch.cat([actual for _, actual in masks])
-        own = torch.cat([self.values(what, step, cut) for cut in cuts])
-        labels = torch.cat([self.values(Batch.LABELS, step, cut) for cut in cuts])
+        own = torch.cat([self.values(field, step, cut) for cut in cuts])
+        labels = torch.cat([self.values(BatchField.LABELS, step, cut) for cut in cuts])
         left_out = labels[own & ~read].tolist()
         if len(left_out) < 2 or len(set(left_out)) != 1:
             return None
         return int(left_out[0]) if torch.equal(read, own & (labels != left_out[0])) else None
 
-    def _find_next(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+    def _find_next(self, field: BatchField, actual: Tensor, step: int, cut: BatchSlice) -> ReadSource | None:
         """Match labels with the rank's own tokens, one position later: shifted after the batch was split."""
-        if what is not Batch.LABELS or len(cut.positions) == 1:
+        if field is not BatchField.LABELS or len(cut.positions) == 1:
             return None
-        following = self.values(Batch.TOKENS, step, cut)[:, 1:]
-        is_next = is_same(what, actual[:, :-1], following)
+        following = self.values(BatchField.TOKENS, step, cut)[:, 1:]
+        is_next = is_same(field, actual[:, :-1], following)
         return ReadSource(kind=SourceKind.NEXT) if is_next else None
 
     def _list_steps(self, step: int) -> list[int]:
@@ -199,7 +201,7 @@ class Expected:
                         yield other_step, other, number
 
     def _find_share(
-        self, what: Batch, read: Sequence[tuple[int, Tensor]], rank: int, step: int
+        self, field: BatchField, read: Sequence[tuple[int, Tensor]], rank: int, step: int
     ) -> ReadSource | None:
         """Return the share from which all these micro-batches were read.
 
@@ -209,7 +211,7 @@ class Expected:
         for other_step, other, number in self._list_shares(rank, step, first):
             cuts = [self.cut(other, own if number == first else number) for own, _ in read]
             if all(
-                is_same(what, actual, self.values(what, other_step, cut))
+                is_same(field, actual, self.values(field, other_step, cut))
                 for (_, actual), cut in zip(read, cuts, strict=True)
             ):
                 return ReadSource(
@@ -221,16 +223,16 @@ class Expected:
         return None
 
     def _find_rows(
-        self, what: Batch, actual: Tensor, rank: int, step: int, micro_batch: int
+        self, field: BatchField, actual: Tensor, rank: int, step: int, micro_batch: int
     ) -> ReadSource | None:
-        if what not in (Batch.TOKENS, Batch.LABELS):
+        if field not in (BatchField.TOKENS, BatchField.LABELS):
             return None
         positions = self.cut(rank, micro_batch).positions
         every = torch.arange(self.case.recipe.data.batch)
         for other_step in self._list_steps(step):
-            wanted = self.values(what, other_step, Cut(every, positions))
+            wanted = self.values(field, other_step, BatchSlice(every, positions))
             found = [
-                next((row for row, values in enumerate(wanted) if is_same(what, each, values)), None)
+                next((row for row, values in enumerate(wanted) if is_same(field, each, values)), None)
                 for each in actual
             ]
             rows = [row for row in found if row is not None]
@@ -251,34 +253,34 @@ class Expected:
         rows: list[int] = self.cut(rank, micro_batch).rows.tolist()
         return rows
 
-    def _find_shift(self, what: Batch, actual: Tensor, step: int, cut: Cut) -> ReadSource | None:
+    def _find_shift(self, field: BatchField, actual: Tensor, step: int, cut: BatchSlice) -> ReadSource | None:
         """Match the values of positions shifted by a constant, in the row or within the rank's part of it."""
         length = self.case.recipe.data.seq_len
-        own = self.values(what, step, cut)
+        own = self.values(field, step, cut)
         for shift in sorted(range(-(length // 2), length // 2 + 1), key=abs):
             if shift == 0:
                 continue
             inside = (cut.positions + shift >= 0) & (cut.positions + shift < length)
-            shifted = Cut(cut.rows, (cut.positions + shift).clamp(0, length - 1))
+            shifted = BatchSlice(cut.rows, (cut.positions + shift).clamp(0, length - 1))
             is_in_row = _mostly(inside) and is_same(
-                what, actual[:, inside], self.values(what, step, shifted)[:, inside]
+                field, actual[:, inside], self.values(field, step, shifted)[:, inside]
             )
-            if is_in_row or _is_rolled(what, actual, own, shift):
+            if is_in_row or _is_rolled(field, actual, own, shift):
                 return ReadSource(kind=SourceKind.SHIFT, shift=shift)
         return None
 
 
-def is_same(what: Batch, actual: Tensor, wanted: Tensor) -> bool:
+def is_same(field: BatchField, actual: Tensor, wanted: Tensor) -> bool:
     """Return whether values are equal. For labels, ignored ones are skipped and at least one must count."""
     if actual.shape != wanted.shape:
         return False
-    if what is not Batch.LABELS:
+    if field is not BatchField.LABELS:
         return torch.equal(actual, wanted)
     counts = actual != IGNORED
     return bool(counts.any()) and torch.equal(actual[counts], wanted[counts])
 
 
-def _is_rolled(what: Batch, actual: Tensor, own: Tensor, shift: int) -> bool:
+def _is_rolled(field: BatchField, actual: Tensor, own: Tensor, shift: int) -> bool:
     """Return whether `actual` (M, s) is `own` shifted by `shift` positions.
 
     At least half of the positions must overlap.
@@ -287,7 +289,7 @@ def _is_rolled(what: Batch, actual: Tensor, own: Tensor, shift: int) -> bool:
     if size < max(1, actual.shape[1] // 2):
         return False
     begin, other = max(-shift, 0), max(shift, 0)
-    return is_same(what, actual[:, begin : begin + size], own[:, other : other + size])
+    return is_same(field, actual[:, begin : begin + size], own[:, other : other + size])
 
 
 def _mostly(inside: Tensor) -> bool:

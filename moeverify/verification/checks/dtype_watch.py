@@ -29,19 +29,19 @@ from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
-from moeverify.results.facts import Use
+from moeverify.results.facts import DtypeUse
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.module_taps import hook_gradient
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.module_dtypes import ModuleDtypes, find_line
 from moeverify.verification.checks.narrower import dtype_called, is_narrower, name_dtype
 
-_KEPT: Mapping[str, Use] = {
-    Kind.WEIGHT: Use.WEIGHT,
-    Kind.GRADIENT: Use.GRADIENT,
-    Kind.OPTIMIZER_STATE: Use.OPTIMIZER_STATE,
+_KEPT: Mapping[str, DtypeUse] = {
+    Kind.WEIGHT: DtypeUse.WEIGHT,
+    Kind.GRADIENT: DtypeUse.GRADIENT,
+    Kind.OPTIMIZER_STATE: DtypeUse.OPTIMIZER_STATE,
 }
-_OF_MODULES = (Use.OUTPUT, Use.RESIDUAL)
+_OF_MODULES = (DtypeUse.OUTPUT, DtypeUse.RESIDUAL)
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)  # their own forward pass is never called
 
 Issued = Callable[[int], Sequence[CollectiveRecord]]
@@ -57,7 +57,7 @@ class Sighting:
     `site` is the line that made the tensor, if known.
     """
 
-    use: Use
+    use: DtypeUse
     parameter: str
     dtype: str
     how: str = ""
@@ -70,7 +70,7 @@ class Sighting:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParameterSlot:
     """Location of a parameter (module and attribute), its logical name, and the tensor stored there."""
 
     owner: nn.Module
@@ -102,7 +102,7 @@ class DtypeWatch(Watch[list[Sighting]]):
         self._traces = False
         self._number = 0
         self._issued_last: Sequence[CollectiveRecord] = ()
-        self._sightings: dict[tuple[Use, str, str], Sighting] = {}
+        self._sightings: dict[tuple[DtypeUse, str, str], Sighting] = {}
         self._handles: list[RemovableHandle] = []
         self._watched: dict[nn.Module, _Casts] = {}
         self._awaited: set[int] = set()
@@ -146,13 +146,13 @@ class DtypeWatch(Watch[list[Sighting]]):
             torch.autograd.set_detect_anomaly(False)
         self._modules, self._model, self._traces = None, None, False
 
-    def _note_module(self, use: Use, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
+    def _note_module(self, use: DtypeUse, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
         """Keep the narrowest dtype of each output: a module may run more than once."""
         known = self._sightings.get((use, name, how))
         if known is None or is_narrower(dtype, dtype_called(known.dtype)):
             self._note(use, name, dtype, how)
 
-    def _add_line(self, use: Use, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
+    def _add_line(self, use: DtypeUse, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
         """Add the line of a tensor to the sighting of the first step."""
         known = self._sightings.get((use, name, how))
         if known is not None and not known.site and known.dtype == name_dtype(dtype):
@@ -166,16 +166,16 @@ class DtypeWatch(Watch[list[Sighting]]):
                 # Without `always_call`: with it torch compiles each module anew, up to its limit.
                 self._handles.append(module.register_forward_hook(self._end_forward))
 
-    def _make_pre_hook(self, slots: Sequence[Slot]) -> Any:
+    def _make_pre_hook(self, slots: Sequence[ParameterSlot]) -> Any:
         def hook(module: nn.Module, inputs: Any) -> None:
             if torch.compiler.is_compiling():
                 return  # the compiled code must be the same as without a watch
             wide: dict[int, str] = {}
             for slot in slots:
-                if (Use.COMPUTES, slot.name, "") in self._sightings:
+                if (DtypeUse.COMPUTES, slot.name, "") in self._sightings:
                     continue  # a later micro-batch, or a recomputation
                 used = getattr(slot.owner, slot.attribute)
-                self._note(Use.COMPUTES, slot.name, used.dtype)
+                self._note(DtypeUse.COMPUTES, slot.name, used.dtype)
                 if used is not slot.stored:
                     self._await_reduction(slot, used)
                 if used.dtype != self._compute:
@@ -195,9 +195,9 @@ class DtypeWatch(Watch[list[Sighting]]):
 
     def _narrow(self, name: str, dtype: torch.dtype) -> None:
         if dtype == self._compute:
-            self._note(Use.COMPUTES, name, dtype)
+            self._note(DtypeUse.COMPUTES, name, dtype)
 
-    def _await_reduction(self, slot: Slot, used: Tensor) -> None:
+    def _await_reduction(self, slot: ParameterSlot, used: Tensor) -> None:
         """Record the collectives when FSDP2 hands over the gradient of a gathered parameter."""
         if not (isinstance(slot.stored, DTensor) and slot.stored.requires_grad):
             return
@@ -217,7 +217,7 @@ class DtypeWatch(Watch[list[Sighting]]):
                 self._issued_last = new
             for record in _find_reductions(self._issued_last, outer, inner, partial, shape):
                 over = f" over {record.axis}" if record.axis else ""
-                self._note(Use.REDUCES, slot.name, record.dtype, f"{record.op}{over}")
+                self._note(DtypeUse.REDUCES, slot.name, record.dtype, f"{record.op}{over}")
 
         self._awaited.add(id(slot.stored))
         if used.requires_grad:
@@ -225,7 +225,7 @@ class DtypeWatch(Watch[list[Sighting]]):
         handle = slot.stored.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 
-    def _note(self, use: Use, name: str, dtype: torch.dtype | str, how: str = "") -> None:
+    def _note(self, use: DtypeUse, name: str, dtype: torch.dtype | str, how: str = "") -> None:
         self._sightings[use, name, how] = Sighting(use, name, str(dtype).removeprefix("torch."), how)
 
 
@@ -246,7 +246,7 @@ class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def list_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
+def list_slots(prefix: str, module: nn.Module) -> Iterator[ParameterSlot]:
     """Yield the parameters that a module itself computes with."""
     if isinstance(module, _CONTAINERS):
         return
@@ -257,7 +257,7 @@ def list_slots(prefix: str, module: nn.Module) -> Iterator[Slot]:
     for inner, owner in owners:
         for attribute, parameter in owner.named_parameters(recurse=False):
             if parameter.is_floating_point():
-                yield Slot(owner, attribute, logical_name(f"{prefix}.{inner}{attribute}"), parameter)
+                yield ParameterSlot(owner, attribute, logical_name(f"{prefix}.{inner}{attribute}"), parameter)
 
 
 def _list_groups(tensor: Tensor) -> set[str]:

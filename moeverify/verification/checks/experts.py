@@ -20,7 +20,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.facts import ExpertFacts
 from moeverify.results.finding import Finding
 from moeverify.train.subjects import subject_of
-from moeverify.verification.checks.base import Check, Outcome, RankLoad, Shown, make_outcome
+from moeverify.verification.checks.base import Check, CheckOutcome, RankLoad, ShownTensors, make_outcome
 from moeverify.verification.compare.difference import INTEGERS, STRIDE
 
 _MASK = (1 << 64) - 1
@@ -37,7 +37,7 @@ class ExpertHashes(Check[Shares]):
         """Return this rank's shares of the hashes; see `Check`."""
         return hash_state(load.case, load.tensors)
 
-    def judge(self, shown: Shown, reports: Sequence[Shares]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Shares]) -> CheckOutcome | None:
         """Return whether every expert has the saved values of its number; see `Check`."""
         if shown.saved is None:
             return None
@@ -85,7 +85,7 @@ def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
     }
 
 
-def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> Outcome:
+def judge_experts(expected: Mapping[str, Sequence[int]], actual: Mapping[str, Sequence[int]]) -> CheckOutcome:
     """Return the verdict: every expert has the saved values of its number, and no two experts are equal."""
     findings = []
     for name, wanted in expected.items():

@@ -1,9 +1,9 @@
 """Check of the scales and numbers of float8 operands and products.
 
-A wrong scale is divided out again, so it is no wrong factor. It changes the rounding or cuts off large
-values, and the comparison with the golden loses that in the rounding of float8 itself. This check uses
-neither golden nor noise. Where torchao rounded an operand, the check recomputes its largest elements,
-rounds some of its numbers again, and recomputes some elements of each product (`float8_products`).
+A wrong scale is divided out again, so the result has no wrong factor. It changes the rounding or cuts off
+large values, and the comparison with the golden loses that in the rounding of float8 itself. This check uses
+neither golden nor noise. Where torchao rounded an operand, the check recomputes its largest elements, rounds
+some of its numbers again, and recomputes some elements of each product (`float8_products`).
 
 If an operand is sharded over tp along the dims that share a scale, that scale belongs to the largest
 element on all tp ranks. Operands of other data-parallel ranks do not matter.
@@ -34,10 +34,18 @@ from moeverify.results.facts import Float8Facts, ScaleSource
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 from moeverify.verification.checks.float8_products import (
-    Product,
     ProductTap,
+    SampledProduct,
     Seen,
     list_wrong,
     look_at_operand,
@@ -155,7 +163,7 @@ class Float8Watch(Watch[Float8Report]):
             self._look(given.arguments, local)
         return rounded
 
-    def _hear(self, layer: str, product: Product) -> None:
+    def _hear(self, layer: str, product: SampledProduct) -> None:
         self._compared.append(look_at_product(layer, product))
         self._num_products += 1
 
@@ -285,7 +293,7 @@ class Float8(Check[Float8Report]):
             return None
         return Float8Watch(program.model, power_of_two=FLOAT8.find(scaling).power_of_two)
 
-    def judge(self, shown: Shown, reports: Sequence[Float8Report]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Float8Report]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each largest wrong part of the model; see `Check`."""
         if not reports:
             return None
@@ -391,7 +399,7 @@ def _find_bound(facts: Float8Facts) -> float:
     return facts.allowed / abs(facts.wanted) if facts.source == "product" and facts.wanted else BOUND
 
 
-def _make_finding(shown: Shown, step: int, module: str, members: _ByLayer, num_known: int) -> Finding:
+def _make_finding(shown: ShownTensors, step: int, module: str, members: _ByLayer, num_known: int) -> Finding:
     ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
     found = [
         (rank, facts) for by_rank in members.values() for rank, each in by_rank.items() for facts in each

@@ -52,7 +52,7 @@ class Seen:
     """
 
     layer: str
-    what: str
+    role: str
     is_product: bool
     numbers: Tensor
 
@@ -63,7 +63,7 @@ class Seen:
             return None
         return Float8Facts(
             layer=self.layer,
-            operand=self.what,
+            operand=self.role,
             source="product" if self.is_product else "numbers",
             num_wrong=int(num_wrong),
             num_compared=int(num_compared),
@@ -84,14 +84,14 @@ def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
 
 
 @dataclass(frozen=True)
-class Product:
+class SampledProduct:
     """Some elements of a float8 product, and their values recomputed from the operands.
 
     All tensors are (rows, columns), float64. `sizes` are sums of absolute products. `allowed` bounds the
     rounding error of the sums.
     """
 
-    what: str
+    role: str
     actual: Tensor
     expected: Tensor
     sizes: Tensor
@@ -105,7 +105,7 @@ class ProductTap:
     has an options object of its own.
     """
 
-    def __init__(self, layers: Mapping[int, str], hear: Callable[[str, Product], None]) -> None:
+    def __init__(self, layers: Mapping[int, str], hear: Callable[[str, SampledProduct], None]) -> None:
         from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
         self._layers, self._hear = layers, hear
@@ -130,13 +130,13 @@ class ProductTap:
         return product
 
 
-def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
+def read_product(left: Any, right: Any, product: Tensor) -> SampledProduct | None:
     """Return some elements of a product (m, n) of operands (m, k) and (k, n), with recomputed values.
 
     Return None if the operands do not belong to a linear layer.
     """
-    what = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
-    if what is None or not product.numel():
+    role = _ROLES.get((left._gemm_input_role.value, right._gemm_input_role.value))
+    if role is None or not product.numel():
         return None
     rows = _choose(product.shape[0], MOST_ROWS, product.device)
     columns = _choose(product.shape[1], MOST_COLUMNS, product.device)
@@ -152,7 +152,7 @@ def read_product(left: Any, right: Any, product: Tensor) -> Product | None:
     allowed = unit * sizes + last.eps / 2.0 * expected.abs() + last.tiny
     if product.device.type != "cpu" and not left._linear_mm_config.output.emulate:
         allowed += bound_cuts(one, other, partial.abs().amax(0))
-    return Product(what, _widen(product[rows][:, columns]), expected, sizes, allowed)
+    return SampledProduct(role, _widen(product[rows][:, columns]), expected, sizes, allowed)
 
 
 def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
@@ -169,9 +169,9 @@ def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
     return _UNIT * largest * (drift + spread)
 
 
-def look_at_product(layer: str, product: Product) -> Seen:
+def look_at_product(layer: str, product: SampledProduct) -> Seen:
     """Compare some elements of a product with the values recomputed from its operands."""
-    return Seen(layer, product.what, True, _measure(product.actual, product.expected, product.allowed))
+    return Seen(layer, product.role, True, _measure(product.actual, product.expected, product.allowed))
 
 
 def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:

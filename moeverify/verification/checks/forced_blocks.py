@@ -29,9 +29,10 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.finding import Finding
 from moeverify.results.operation import Altered
 from moeverify.results.place import Place, Stage
-from moeverify.train.block_ends import EMBEDDING, BlockEnds
+from moeverify.train.block_ends import EMBEDDING
 from moeverify.train.module_taps import hook_gradient
-from moeverify.verification.checks.base import Outcome, Role, Shown, Training, Watch
+from moeverify.verification.checks.activations import BlockWatch
+from moeverify.verification.checks.base import CheckOutcome, Role, ShownTensors, Training, Watch
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 
 KIND = CheckName.FORCED_BLOCKS
@@ -40,35 +41,21 @@ HEAD = "head"
 """Name of the module that takes the last block's output."""
 
 
-class _ForcedBlocks(Watch[None]):
+class _ForcedBlocks(BlockWatch):
     """Shows values between blocks and their gradients, and replaces them by the golden's if there is one."""
 
-    def __init__(self, training: Training, observer: Observer) -> None:
-        self._training = training
-        self._observer = observer
-        self._step = 0
-        tp = training.coordinates.get("tp", 0)
-        self._ends = BlockEnds(training.program, training.recipe.data, tp, self._take, first=_name_block(0))
-
-    def begin_step(self, step: int) -> None:
-        self._step = step
-        self._ends.begin_step()
-
-    def close(self) -> None:
-        self._ends.close()
-
-    def _take(self, end: str, values: Tensor, region: Region) -> Tensor:
-        if is_partial(values):
-            return values
+    def _take(self, name: str, value: Tensor, region: Region) -> Tensor:
+        if is_partial(value):
+            return value
         step, scale = self._step, self._training.program.scale
-        maker, taker = f"{end} {OUTPUT}", f"{self._name_next(end)} {GRADIENT}"
-        self._observer.observe(step, KIND, maker, local_part(values.detach()), region)
+        maker, taker = f"{name} {OUTPUT}", f"{self._name_next(name)} {GRADIENT}"
+        self._observer.observe(step, KIND, maker, local_part(value.detach()), region)
 
         def pass_back(gradient: Tensor) -> Tensor:
             self._observer.observe(step, KIND, taker, local_part(gradient) / scale, region)
             return self._replace(gradient, step, taker, region, scale)
 
-        passed = self._replace(values, step, maker, region)
+        passed = self._replace(value, step, maker, region)
         if passed.requires_grad:
             hook_gradient(passed, pass_back)
         return passed
@@ -108,9 +95,9 @@ class ForcedBlocks(GoldenTensors):
 
     def show(self, training: Training, observer: Observer) -> Watch[None]:
         """Return a watch that shows the ends of the blocks and forces them; see `Check`."""
-        return _ForcedBlocks(training, observer)
+        return _ForcedBlocks(training, observer, first=_name_block(0))
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome | None:
         """Return the verdict. Each wrong block is a finding of its own; see `Check`."""
         outcome = super().judge(shown, reports)
         if outcome is None:

@@ -6,9 +6,9 @@ the gathered weight with its own shard. The elements it stores must be equal bit
 use.
 
 Each rank compares only its own shard. Together the ranks cover the gathered tensor, which is the same on
-all of them. Weights that are used as they are stored (DDP, tensor and expert parallelism alone) are not
-gathered and not checked. Compiled modules and tensor subclasses with their own arithmetic, such as float8,
-are not checked either.
+all of them. DDP, tensor and expert parallelism alone use the stored weights directly, so there is nothing to
+check. Compiled modules and tensor subclasses with their own arithmetic, such as float8, are not checked
+either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from moeverify.results.facts import GatheredFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 from moeverify.verification.checks.dtype_watch import list_slots
 from moeverify.verification.checks.narrower import name_dtype
 from moeverify.verification.checks.precision import WHOLE, join_by_module
@@ -48,7 +56,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Difference:
+class StaleParameter:
     """First use of a parameter with values other than the stored ones.
 
     `num_wrong` of `num_compared` elements differ, the first at `index`. `is_stale` means that all used
@@ -78,7 +86,7 @@ class GatheredReport:
     """
 
     names: tuple[str, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[StaleParameter, ...]
     unmoved: frozenset[str] = frozenset()
 
 
@@ -178,7 +186,7 @@ class GatheredWatch(Watch[GatheredReport]):
         self._looked: dict[str, tuple[Tensor, Tensor]] = {}
         self._unread: deque[_Looked] = deque()
         self._seen: set[str] = set()
-        self._differences: dict[str, Difference] = {}
+        self._differences: dict[str, StaleParameter] = {}
         self._unmoved: set[str] = set()
         self._step = -1
 
@@ -319,12 +327,12 @@ def _find_any_wrong(values: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 def _describe(
     weight: _Weight, step: int, before: Tensor | None, values: tuple[Tensor, Tensor], wrong: Tensor
-) -> Difference:
+) -> StaleParameter:
     """Return the difference between the values (used, stored) of a weight."""
     actual, expected = values
     stale = None if before is None else before.to(actual.device, actual.dtype)
     first = int(wrong.nonzero()[0])
-    return Difference(
+    return StaleParameter(
         step=step,
         parameter=weight.name,
         dtype=name_dtype(actual.dtype),
@@ -404,12 +412,12 @@ class GatheredWeights(Check[GatheredReport]):
         """Return a watch that compares the weights of each forward pass; see `Check`."""
         return GatheredWatch(program.model)
 
-    def judge(self, shown: Shown, reports: Sequence[GatheredReport]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[GatheredReport]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each largest wrong part of the model; see `Check`."""
         known = sorted({name for report in reports for name in report.names})
         if not known:
             return None
-        wrong: dict[tuple[int, bool], dict[str, dict[int, Difference]]] = {}
+        wrong: dict[tuple[int, bool], dict[str, dict[int, StaleParameter]]] = {}
         for rank, report in enumerate(reports):
             for each in report.differences:
                 by_name = wrong.setdefault((each.step, each.is_stale), {})
@@ -424,7 +432,7 @@ class GatheredWeights(Check[GatheredReport]):
 
 
 def _make_finding(
-    shown: Shown, module: str, members: Mapping[str, Mapping[int, Difference]], num_known: int
+    shown: ShownTensors, module: str, members: Mapping[str, Mapping[int, StaleParameter]], num_known: int
 ) -> Finding:
     ranks = tuple(sorted({rank for by_rank in members.values() for rank in by_rank}))
     (name, by_rank), *_ = members.items()
@@ -459,7 +467,7 @@ def _make_finding(
     )
 
 
-def _find_sources(members: Mapping[str, Mapping[int, Difference]]) -> tuple[tuple[int, int], ...]:
+def _find_sources(members: Mapping[str, Mapping[int, StaleParameter]]) -> tuple[tuple[int, int], ...]:
     """Return (rank, other rank) pairs: the rank used the values that the other one stores; else nothing.
 
     Only ranks with parts of equal size can match: they compare elements at the same positions of their

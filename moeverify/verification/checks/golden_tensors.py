@@ -14,8 +14,8 @@ from moeverify.results.facts import BySketch, ComparedFacts
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Finding, Worst
 from moeverify.results.initial_values import InitialSource
 from moeverify.train.initial_weights import find_source
-from moeverify.verification.checks.base import Check, Compared, Outcome, Shown
-from moeverify.verification.checks.bounds import Bounds, Criterion, Metric, Parts
+from moeverify.verification.checks.base import Check, CheckOutcome, ComparedTensors, ShownTensors
+from moeverify.verification.checks.bounds import Bounds, Criterion, Metric, Norms, Parts
 from moeverify.verification.compare.assembled import Assembled, Key
 
 Unit = tuple[int, str, str]  # step, kind, moment of the optimizer
@@ -31,11 +31,11 @@ class GoldenTensors(Check[Any]):
         self.kinds = kinds
         self.criterion = Criterion(exact, metric)
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome | None:
         """Return whether every tensor is within its bound; see `Check`."""
         return self.compare(shown)
 
-    def compare(self, shown: Compared) -> Outcome | None:
+    def compare(self, shown: ComparedTensors) -> CheckOutcome | None:
         """Return whether every tensor is within its bound, for any source of the expected tensors."""
         tensors = shown.of_kinds(self.kinds)
         if not tensors:
@@ -66,11 +66,11 @@ class GoldenTensors(Check[Any]):
             for tensor in tensors
             if is_relative
         }
-        return Outcome(result, findings, limits, _find_vanishing(tensors, norms), parts)
+        return CheckOutcome(result, findings, limits, _find_vanishing(tensors, norms), parts)
 
     def _list_parts(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> Parts:
         norm = math.sqrt(tensor.difference.sum_expected2)
-        return bounds.list_parts(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
+        return bounds.list_parts(tensor.key, self.criterion, Norms(norm, kind_norm))
 
     def _measure(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> tuple[float, float]:
         """Return (error, bound) in the unit of the criterion's metric."""
@@ -79,7 +79,7 @@ class GoldenTensors(Check[Any]):
         if norm == 0.0 and kind_norm > 0.0 and self._is_off_zero(tensor):
             # An error relative to an all-zero golden is undefined. The norm of the whole kind is the unit.
             return math.sqrt(difference.sum_error2) / kind_norm, bounds.zero_bound()
-        bound = bounds.bound(*tensor.key, self.criterion, expected_norm=norm, kind_norm=kind_norm)
+        bound = bounds.bound(tensor.key, self.criterion, Norms(norm, kind_norm))
         if difference.num_nonfinite:
             return math.inf, bound
         if self.criterion.metric == "largest":
@@ -151,7 +151,7 @@ def _describe_sketches(measured: Sequence[tuple[Assembled, float, float]]) -> By
 
 
 def _make_finding(
-    shown: Compared, check: CheckName, tensor: Assembled, error: float, bound: float
+    shown: ComparedTensors, check: CheckName, tensor: Assembled, error: float, bound: float
 ) -> Finding:
     step, kind, name = tensor.key
     rank, entry = tensor.worst_shard()
@@ -184,9 +184,9 @@ def _make_finding(
     )
 
 
-def _find_source(shown: Compared) -> InitialSource | None:
+def _find_source(shown: ComparedTensors) -> InitialSource | None:
     """Return the source of the initial values; None for a recorded script, where it is unknown."""
-    return find_source(shown.case.recipe) if isinstance(shown, Shown) else None
+    return find_source(shown.case.recipe) if isinstance(shown, ShownTensors) else None
 
 
 CHECKS = (

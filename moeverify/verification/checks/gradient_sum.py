@@ -35,12 +35,20 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.module_taps import hook_gradient
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
 from moeverify.verification.checks.float8 import name_layers
-from moeverify.verification.checks.float8_products import Product, ProductTap
+from moeverify.verification.checks.float8_products import ProductTap, SampledProduct
 from moeverify.verification.checks.layer_gradients import (
     Added,
-    Kept,
+    LayerInputs,
     Sample,
     is_known,
     keep_inputs,
@@ -53,7 +61,7 @@ _FITTED = 1e-6  # least eigenvalue of the Gram matrix, relative to its diagonal,
 
 
 @dataclass(frozen=True)
-class Summed:
+class RankContributions:
     """Contributions of one rank to a gradient's sample in one step, and its elements after the reduction.
 
     Shapes: values, sizes and allowed (elements of the sample), float64. `places` are the indices in the
@@ -69,7 +77,7 @@ class Summed:
     held: tuple[float, ...] = ()
 
 
-Reports = dict[int, dict[str, Summed]]  # by step and parameter
+Reports = dict[int, dict[str, RankContributions]]  # by step and parameter
 
 
 class GradientSumWatch(Watch[Reports]):
@@ -123,7 +131,7 @@ class GradientSumWatch(Watch[Reports]):
             values, sizes, allowed = (
                 each.reshape(-1).cpu() for each in (added.values, added.sizes, added.allowed)
             )
-            found.setdefault(step, {})[name] = Summed(
+            found.setdefault(step, {})[name] = RankContributions(
                 values,
                 sizes,
                 allowed,
@@ -144,7 +152,7 @@ class GradientSumWatch(Watch[Reports]):
 
         return hook
 
-    def _make_adder(self, prefix: str, module: nn.Module, kept: Kept) -> Any:
+    def _make_adder(self, prefix: str, module: nn.Module, kept: LayerInputs) -> Any:
         @torch.no_grad()
         def add(of_outputs: Tensor) -> None:
             for attribute, added in list_added(module, kept, local_part(of_outputs)):
@@ -154,8 +162,8 @@ class GradientSumWatch(Watch[Reports]):
 
         return add
 
-    def _hear(self, layer: str, product: Product) -> None:
-        if product.what == "grad_weight":
+    def _hear(self, layer: str, product: SampledProduct) -> None:
+        if product.role == "grad_weight":
             self._add(f"{layer}.weight", Added(product.expected, product.sizes, product.allowed))
 
     def _add(self, name: str, added: Added) -> None:
@@ -186,13 +194,13 @@ class GradientSum(Check[Reports]):
             return None
         return GradientSumWatch(program.model, recipe.float8)
 
-    def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each gradient that is not the sum; see `Check`."""
         return judge_sums(shown, reports) if any(reports) else None
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _JudgedSum:
     """A gradient and its recomputed sum. Shapes: (held elements of all ranks); `ranks` are their holders.
 
     `parts` (elements, R) are the contributions of each rank, divided like the sum.
@@ -221,7 +229,7 @@ class _Judged:
         return float(self.allowed.norm()) / size if size > 0.0 else math.inf
 
 
-def judge_sums(shown: Shown, reports: Sequence[Reports]) -> Outcome:
+def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     """Return the verdict, and for each gradient the relative error from which on it would be found."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
@@ -245,17 +253,17 @@ def judge_sums(shown: Shown, reports: Sequence[Reports]) -> Outcome:
             if ratio > 1.0:
                 findings.append(_make_finding(shown, key, judged, int(at), scale))
     if worst is None:
-        return Outcome(CheckResult(name=CheckName.GRADIENT_SUM, verdict="pass", tensors=0))
+        return CheckOutcome(CheckResult(name=CheckName.GRADIENT_SUM, verdict="pass", tensors=0))
     result = CheckResult(
         name=CheckName.GRADIENT_SUM,
         verdict="mismatch" if findings else "pass",
         tensors=len(limits),
         worst=worst[1],
     )
-    return Outcome(result, tuple(findings), limits)
+    return CheckOutcome(result, tuple(findings), limits)
 
 
-def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
+def _lay_beside(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | None:
     """Return the held elements of a gradient and the contributions to them; None if no rank holds any."""
     known = [each for each in of_ranks if each is not None]
     num_ranks = len(of_ranks)
@@ -269,7 +277,7 @@ def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
     allowed = allowed + unit * (count + num_ranks + _ROUNDINGS) * sizes
     held = [(rank, each) for rank, each in enumerate(of_ranks) if each is not None]
     places = torch.tensor([place for _, each in held for place in each.places], dtype=torch.int64)
-    return _Judged(
+    return _JudgedSum(
         actual=torch.tensor([value for _, each in held for value in each.held], dtype=torch.float64),
         parts=parts[places],
         allowed=allowed[places],
@@ -277,7 +285,7 @@ def _lay_beside(of_ranks: Sequence[Summed | None]) -> _Judged | None:
     )
 
 
-def _read(judged: _Judged) -> GradientSumFacts:
+def _read(judged: _JudgedSum) -> GradientSumFacts:
     """Return the coefficients with which the ranks' contributions make up the gradient, up to rounding.
 
     Simple coefficients are tried first: with rounding, a small part determines its coefficient only to a
@@ -297,7 +305,7 @@ def _read(judged: _Judged) -> GradientSumFacts:
     return GradientSumFacts()
 
 
-def _list_coefficients(judged: _Judged) -> Iterator[Tensor]:
+def _list_coefficients(judged: _JudgedSum) -> Iterator[Tensor]:
     """Yield candidate coefficients (R): all ranks but one, one common factor, or the least-squares fit."""
     num_ranks = judged.parts.shape[1]
     for rank in range(num_ranks):
@@ -310,7 +318,7 @@ def _list_coefficients(judged: _Judged) -> Iterator[Tensor]:
         yield torch.linalg.solve(gram, judged.parts.T @ judged.actual)
 
 
-def _make_finding(shown: Shown, key: Key, judged: _Judged, at: int, scale: float) -> Finding:
+def _make_finding(shown: ShownTensors, key: Key, judged: _JudgedSum, at: int, scale: float) -> Finding:
     step, kind, name = key
     rank = int(judged.ranks[at])
     ranks = tuple(sorted({int(each) for each in judged.ranks[judged.ratio > 1.0]}))

@@ -77,7 +77,7 @@ class Added:
 
 
 @dataclass(frozen=True)
-class Kept:
+class LayerInputs:
     """Inputs of a layer, kept until the gradient of its outputs arrives.
 
     `columns` (N, columns) are columns of the inputs; for a norm, of the normalized inputs. `sizes` are the
@@ -99,13 +99,13 @@ def is_known(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def keep_inputs(module: nn.Module, x: Tensor) -> Kept:
+def keep_inputs(module: nn.Module, x: Tensor) -> LayerInputs:
     """Return the part of a layer's inputs (..., K) that its gradients need."""
     flat = x.detach().reshape(-1, x.shape[-1])
     columns = _as_slice(Sample.of(flat.shape[1]).columns)
     if isinstance(module, nn.Linear):
         kept = flat[:, columns].clone()
-        return Kept(kept, kept, 0)
+        return LayerInputs(kept, kept, 0)
     assert isinstance(module, RMSNorm | LayerNorm)
     normalized, sizes = [], []
     for _, wide in split_wide(flat):
@@ -117,10 +117,10 @@ def keep_inputs(module: nn.Module, x: Tensor) -> Kept:
         scale = ((wide - mean).square().mean(dim=-1, keepdim=True) + module.eps).rsqrt()
         normalized.append(((wide - mean) * scale)[:, columns])
         sizes.append(((wide.abs() + mean.abs()) * scale)[:, columns])
-    return Kept(torch.cat(normalized), torch.cat(sizes), flat.shape[1])
+    return LayerInputs(torch.cat(normalized), torch.cat(sizes), flat.shape[1])
 
 
-def list_added(module: nn.Module, kept: Kept, of_outputs: Tensor) -> Iterator[tuple[str, Added]]:
+def list_added(module: nn.Module, kept: LayerInputs, of_outputs: Tensor) -> Iterator[tuple[str, Added]]:
     """Yield the contribution of a pass to the sample of each parameter, with its attribute name.
 
     Shape: of_outputs (..., M).

@@ -8,11 +8,11 @@ from typing import Any
 
 from moeverify.results.decided import DECIDED_KINDS, DECIDED_LIMIT, count_decided
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, DetectionLimits, Inconclusive
-from moeverify.verification.checks.base import Check, Outcome
+from moeverify.verification.checks.base import Check, CheckOutcome
 from moeverify.verification.compare.assembled import Key
 
 
-def apply_limits(outcomes: Sequence[tuple[Check[Any], Outcome]]) -> tuple[CheckResult, ...]:
+def apply_limits(outcomes: Sequence[tuple[Check[Any], CheckOutcome]]) -> tuple[CheckResult, ...]:
     """Return the results of the checks, each with its detection limits.
 
     A tensor is inconclusive if its comparison with the golden allows any error, and no other check
@@ -27,7 +27,7 @@ def apply_limits(outcomes: Sequence[tuple[Check[Any], Outcome]]) -> tuple[CheckR
 
 
 def _complete(
-    check: Check[Any], outcome: Outcome, best: dict[Key, float], vanishing: frozenset[str]
+    check: Check[Any], outcome: CheckOutcome, best: dict[Key, float], vanishing: frozenset[str]
 ) -> CheckResult:
     if not outcome.limits:
         return outcome.result

@@ -9,7 +9,7 @@ from torch import Tensor
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import BitFacts
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Compared, Outcome, RankLoad, Shown
+from moeverify.verification.checks.base import CheckOutcome, ComparedTensors, RankLoad, ShownTensors
 from moeverify.verification.checks.golden_tensors import GoldenTensors
 from moeverify.verification.compare.difference import fingerprint_bits
 
@@ -34,9 +34,9 @@ class LoadedState(GoldenTensors):
             and not _has_same_bits(saved, local)
         ]
 
-    def judge(self, shown: Compared, reports: Sequence[list[str]]) -> Outcome | None:
+    def judge(self, shown: ComparedTensors, reports: Sequence[list[str]]) -> CheckOutcome | None:
         """Return the verdict on all values, with findings for equal values of different bits; see `Check`."""
-        assert isinstance(shown, Shown)  # a load is part of a case
+        assert isinstance(shown, ShownTensors)  # a load is part of a case
         outcome = super().judge(shown, reports)
         if outcome is None:
             return None
@@ -61,7 +61,7 @@ class LoadedState(GoldenTensors):
         ]
         verdict = "mismatch" if added else outcome.result.verdict
         result = outcome.result.model_copy(update={"verdict": verdict})
-        return Outcome(result, (*outcome.findings, *added))
+        return CheckOutcome(result, (*outcome.findings, *added))
 
 
 def _has_same_bits(saved: Tensor, local: Tensor) -> bool:

@@ -20,11 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
-from moeverify.results.facts import Use
+from moeverify.results.facts import DtypeUse
 from moeverify.train.module_taps import list_floats
 from moeverify.verification.checks.narrower import is_narrower, name_dtype
 
-Note = Callable[[Use, str, torch.dtype, str, Node | None], None]
+Note = Callable[[DtypeUse, str, torch.dtype, str, Node | None], None]
 """Takes use, module, dtype, slot or wide dtype, and the operation that made the tensor."""
 
 _ADDITION = "AddBackward0"
@@ -67,12 +67,12 @@ class ModuleDtypes:
             visits = self._entered.get(module)
             entered = visits.pop() if visits else []
             for slot, tensor in list_floats(output):
-                self._note(Use.OUTPUT, name, tensor.dtype, slot, tensor.grad_fn)
+                self._note(DtypeUse.OUTPUT, name, tensor.dtype, slot, tensor.grad_fn)
                 cast = find_narrowing(tensor, entered)
                 if cast is not None:
                     wide = _dtype_of(*cast.next_functions[0])
                     assert wide is not None
-                    self._note(Use.RESIDUAL, name, tensor.dtype, name_dtype(wide), cast)
+                    self._note(DtypeUse.RESIDUAL, name, tensor.dtype, name_dtype(wide), cast)
 
         return hook
 

@@ -1,8 +1,8 @@
 """Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
 
-Each rank replays its calls of a module with one device's module (`module_replay`) and keeps a sample of their
-contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The sum
-over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
+Each rank replays its calls of a module with one device's module (`module_replay`). It keeps a sample of their
+contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The
+sum over the parts of the batch is the gradient, whichever ranks hold it and whichever collectives sum it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moeverify.parallel.regions.region import Region
-from moeverify.verification.checks.module_replay import Obstacle, Visit, Widen, require_tokens, run
+from moeverify.verification.checks.module_replay import ModuleCall, Obstacle, Widen, require_tokens, run
 
 MOST_SAMPLED = 1 << 11
 """Maximum number of elements of a parameter that are summed again."""
@@ -31,7 +31,7 @@ def find_stride(numel: int) -> int:
 
 
 @dataclass
-class Sums:
+class ContributionSamples:
     """Samples of the contribution of one module's calls to a gradient; shapes (sampled elements), float64.
 
     `narrow` is in the precision of the recipe, and `wide` in float64.
@@ -40,13 +40,13 @@ class Sums:
     narrow: Tensor
     wide: Tensor
 
-    def add(self, other: Sums) -> Sums:
+    def add(self, other: ContributionSamples) -> ContributionSamples:
         """Return the sums of both."""
-        return Sums(self.narrow + other.narrow, self.wide + other.wide)
+        return ContributionSamples(self.narrow + other.narrow, self.wide + other.wide)
 
-    def divide(self, number: float) -> Sums:
+    def divide(self, number: float) -> ContributionSamples:
         """Return the sums divided by a number."""
-        return Sums(self.narrow / number, self.wide / number)
+        return ContributionSamples(self.narrow / number, self.wide / number)
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,13 @@ class StepSums:
 
     share: str
     is_scaled: bool = False
-    added: dict[str, dict[str, Sums]] = field(default_factory=dict)
+    added: dict[str, dict[str, ContributionSamples]] = field(default_factory=dict)
     held: dict[str, list[Held]] = field(default_factory=dict)
     owners: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Summed:
+class SumComparison:
     """A gradient beside its sum: relative errors of the ranks and of one device, and the worst holder."""
 
     error: float
@@ -95,7 +95,7 @@ def hold(local: Tensor, region: Region) -> Held:
 def find_owners(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
     """Return the innermost of these modules that have each parameter, by its first name in the model.
 
-    A parameter that something else in the model has too has no entry.
+    A parameter that the model also uses outside of these modules has no entry.
     """
     within: dict[int, set[str]] = {}
     for name, module in modules.items():
@@ -115,31 +115,31 @@ def find_owners(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str,
 
 
 def sum_calls(
-    visits: Sequence[Visit],
+    calls: Sequence[ModuleCall],
     narrow: nn.Module,
     wide: nn.Module,
     names: Mapping[str, str],
     tokens: tuple[int, int],
     unit: float,
-) -> dict[str, Sums]:
+) -> dict[str, ContributionSamples]:
     """Return the contributions of a module's calls to gradients, by parameter names of the model.
 
-    `names` maps the names in the module to those in the model. The other arguments are those of `replay`.
+    `names` maps the names in the module to those in the model. Takes the other arguments of `replay`.
 
     Raises: Obstacle.
     """
-    found: dict[str, Sums] = {}
-    for visit in visits:
-        require_tokens(visit, tokens)
+    found: dict[str, ContributionSamples] = {}
+    for call in calls:
+        require_tokens(call, tokens)
         try:
-            _, near = run(narrow, visit, nn.Identity(), unit, of_parameters=True)
-            _, exact = run(wide, visit, Widen(), unit, of_parameters=True)
+            _, near = run(narrow, call, nn.Identity(), unit, of_parameters=True)
+            _, exact = run(wide, call, Widen(), unit, of_parameters=True)
         except Obstacle:
             raise
         except Exception as error:  # of user code, such as another signature
             raise Obstacle("does not run on one device with the rank's inputs") from error
         for inner in near.keys() & exact.keys() & names.keys():
-            added = Sums(_sample(near[inner]), _sample(exact[inner]))
+            added = ContributionSamples(_sample(near[inner]), _sample(exact[inner]))
             known = found.get(names[inner])
             found[names[inner]] = added if known is None else known.add(added)
     return found
@@ -150,15 +150,15 @@ def _sample(gradient: Tensor) -> Tensor:
     return flat[:: find_stride(flat.numel())].to("cpu", torch.float64)
 
 
-def _sum_up(of_ranks: Sequence[StepSums], name: str) -> Sums | None:
+def _sum_up(of_ranks: Sequence[StepSums], name: str) -> ContributionSamples | None:
     """Return the sum over the parts of the batch and over the modules that use a parameter, if all are known.
 
-    Ranks with the same part of the batch have the same calls, or calls of different modules. A module that a
-    rank could not replay stands back for the module around it.
+    Ranks with the same part of the batch have the same calls, or calls of different modules. If a rank could
+    not replay a module, the module around it takes its place.
     """
     owners = set(next((each.owners[name] for each in of_ranks if name in each.owners), ()))
     shares = {each.share for each in of_ranks}
-    by_share: dict[str, dict[str, Sums]] = {share: {} for share in shares}
+    by_share: dict[str, dict[str, ContributionSamples]] = {share: {} for share in shares}
     for each in of_ranks:
         for module, sums in each.added.get(name, {}).items():
             by_share[each.share].setdefault(module, sums)
@@ -166,7 +166,7 @@ def _sum_up(of_ranks: Sequence[StepSums], name: str) -> Sums | None:
     chosen = _choose(owners, known)
     if not chosen:
         return None
-    total: Sums | None = None
+    total: ContributionSamples | None = None
     for found in by_share.values():
         for module in chosen:
             total = found[module] if total is None else total.add(found[module])
@@ -186,7 +186,7 @@ def _choose(owners: set[str], known: Collection[str]) -> set[str]:
     return {each for each in chosen if not any(each.startswith(f"{other}.") for other in chosen)}
 
 
-def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, Summed]:
+def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, SumComparison]:
     """Return each gradient of a step that the ranks together can sum again, beside its sum."""
     names = dict.fromkeys(name for each in of_ranks for name in each.held)
     sums = {name: each for name in names if (each := _sum_up(of_ranks, name)) is not None}
@@ -196,7 +196,7 @@ def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, Summed]:
     return {name: _compare(of_ranks, name, each) for name, each in sums.items() if bool(each.wide.any())}
 
 
-def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, Sums]) -> float:
+def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, ContributionSamples]) -> float:
     """Return the number, or its inverse, by which most gradients are smaller than their sums; else 1."""
     ratios = []
     for name, each in sums.items():
@@ -212,7 +212,7 @@ def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, Sums]) -> float:
     return 1.0
 
 
-def _compare(of_ranks: Sequence[StepSums], name: str, sums: Sums) -> Summed:
+def _compare(of_ranks: Sequence[StepSums], name: str, sums: ContributionSamples) -> SumComparison:
     """Return a gradient beside its sum, which is not zero."""
     norm = float(sums.wide.norm())
     errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
@@ -220,7 +220,7 @@ def _compare(of_ranks: Sequence[StepSums], name: str, sums: Sums) -> Summed:
     for held in (part for each in of_ranks for part in each.held.get(name, ())):
         count[held.places] += 1.0
         total[held.places] += (held.values - sums.wide[held.places]).square()
-    return Summed(
+    return SumComparison(
         error=float((total / count.clamp(min=1.0)).sum().sqrt()) / norm,
         rounding=float((sums.narrow - sums.wide).norm()) / norm,
         rank=max(range(len(errors)), key=errors.__getitem__),

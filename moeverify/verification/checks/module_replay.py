@@ -27,16 +27,16 @@ from moeverify.train.selections import HeldSelections, RecordedSelections, Selec
 MOST_ELEMENTS = 1 << 26
 """Maximum number of elements that are kept of a step: 128 MiB in bfloat16."""
 
-_NUDGE = 0.5  # units of rounding by which the inputs of further runs are off
+_NUDGE = 0.5  # perturbation of the inputs of further runs, in units of rounding
 _NUDGED_RUNS = 2
-_STABLE = 8.0  # times the median error of a row; a row beyond it has made another choice, as of experts
+_STABLE = 8.0  # times the median error of a row; a row beyond it made another choice, such as of experts
 _MOST_UNMIXED = 4.0  # units of rounding, relative to the largest number
 _LEAST_STABLE = 0.75  # share of the rows
 MOST_ROUNDING = 2.0**-4  # relative; beyond it a bound of eight times the rounding is inconclusive
 
 
 @dataclass
-class Visit:
+class ModuleCall:
     """A call of a module on this rank: inputs, outputs, and the gradients that came back.
 
     `outputs` and `of_outputs` are keyed by slot (`list_floats`), and `of_inputs` by the slot of the input.
@@ -65,7 +65,7 @@ class Replayed:
     rounding: float
 
 
-class Visits:
+class KeptCalls:
     """Hooks that keep the calls of each chosen module since `take`, with gradients, as many as fit.
 
     The part of an input's gradient that comes from the module is read from the operations of the module that
@@ -73,7 +73,7 @@ class Visits:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self.found: dict[str, list[Visit]] = {}
+        self.found: dict[str, list[ModuleCall]] = {}
         self.incomplete: set[str] = set()  # modules with calls that were not kept
         self._room = MOST_ELEMENTS
         self._entered: dict[str, _Entered] = {}
@@ -88,9 +88,9 @@ class Visits:
             # Without `always_call`: with it torch compiles a compiled module again for each call.
             self._handles.append(module.register_forward_hook(leave))
 
-    def take(self) -> dict[str, list[Visit]]:
+    def take(self) -> dict[str, list[ModuleCall]]:
         """Return the calls so far of modules whose calls were all kept, and forget them."""
-        found = {name: visits for name, visits in self.found.items() if name not in self.incomplete}
+        found = {name: calls for name, calls in self.found.items() if name not in self.incomplete}
         self.found, self.incomplete = {}, set()
         return found
 
@@ -129,9 +129,9 @@ class Visits:
             if not self._is_recording:
                 self._is_recording = True
                 self._recording.__enter__()  # type: ignore[no-untyped-call]
-            visit = Visit(*_map(_copy, taken))
-            self._entered[name] = _Entered(visit, edges, len(self._recording.made))
-            self.found.setdefault(name, []).append(visit)
+            call = ModuleCall(*_map(_copy, taken))
+            self._entered[name] = _Entered(call, edges, len(self._recording.made))
+            self.found.setdefault(name, []).append(call)
 
         return hook
 
@@ -140,14 +140,14 @@ class Visits:
             entered = None if torch.compiler.is_compiling() else self._entered.pop(name, None)
             if entered is None:
                 return
-            visit, edges = entered.visit, entered.edges
-            visit.selections = tuple(self._recording.made[entered.num_selections :])
+            call, edges = entered.call, entered.edges
+            call.selections = tuple(self._recording.made[entered.num_selections :])
             self._end_recording()
             for slot, tensor in list_floats(output):
-                visit.outputs[slot] = _copy(tensor)
+                call.outputs[slot] = _copy(tensor)
                 if tensor.requires_grad:
-                    hook_gradient(tensor, _keep(visit.of_outputs, slot))
-            _read_back([tensor.grad_fn for _, tensor in list_floats(output)], edges, visit.of_inputs)
+                    hook_gradient(tensor, _keep(call.of_outputs, slot))
+            _read_back([tensor.grad_fn for _, tensor in list_floats(output)], edges, call.of_inputs)
 
         return hook
 
@@ -156,7 +156,7 @@ class Visits:
 class _Entered:
     """A call that has not returned: its input's edges, and the number of choices before it."""
 
-    visit: Visit
+    call: ModuleCall
     edges: Mapping[_Edge, str]
     num_selections: int
 
@@ -264,26 +264,26 @@ def _list_children(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def replay(
-    name: str, visit: Visit, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
+    name: str, call: ModuleCall, narrow: nn.Module, wide: nn.Module, tokens: tuple[int, int], unit: float
 ) -> list[Replayed]:
-    """Return the outputs of a visit and the gradients of its inputs, beside those of one device.
+    """Return the outputs of a call and the gradients of its inputs, next to those of one device.
 
     `narrow` and `wide` are one device's module in the rank's precision and in float64. `tokens` are the rows
     and positions of the rank's micro-batch. `unit` is the distance from 1.0 to the next number.
 
     Raises: Obstacle.
     """
-    require_tokens(visit, tokens)
+    require_tokens(call, tokens)
     try:
-        alike = [run(narrow, visit, nn.Identity(), unit)[0]]
-        alike += [run(narrow, visit, _Nudge(_NUDGE * unit, seed), unit)[0] for seed in range(_NUDGED_RUNS)]
-        exact = run(wide, visit, Widen(), unit)[0]
+        alike = [run(narrow, call, nn.Identity(), unit)[0]]
+        alike += [run(narrow, call, _Nudge(_NUDGE * unit, seed), unit)[0] for seed in range(_NUDGED_RUNS)]
+        exact = run(wide, call, Widen(), unit)[0]
     except Obstacle:
         raise
     except Exception as error:  # of user code, such as another signature
         raise Obstacle("does not run on one device with the rank's inputs") from error
     found = []
-    for end, of_rank in (("output", visit.outputs), ("gradient of its input", visit.of_inputs)):
+    for end, of_rank in (("output", call.outputs), ("gradient of its input", call.of_inputs)):
         for slot, actual in of_rank.items():
             key = (end, slot)
             if any(key not in each for each in (exact, *alike)):
@@ -301,7 +301,7 @@ def replay(
     return found
 
 
-def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
+def mixes_positions(call: ModuleCall, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
     """Return whether the outputs of one device's module at a position depend on other positions.
 
     Each half of the positions is run alone. A module that does not run so, or returns something else than
@@ -317,12 +317,12 @@ def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], un
             is_flat = value.shape[:2] != tokens
             return value.reshape(*tokens, -1)[:, part].flatten(0, 1) if is_flat else value[:, part]
 
-        half = Visit(*_map(cut, (tuple(visit.args), dict(visit.kwargs))))
+        half = ModuleCall(*_map(cut, (tuple(call.args), dict(call.kwargs))))
         try:
             found, _ = run(module, half, nn.Identity(), unit)
         except Exception:  # of user code, such as another number of positions
             return True
-        for slot, whole in visit.outputs.items():
+        for slot, whole in call.outputs.items():
             expected, actual = cut(whole), found.get(("output", slot))
             if expected is whole or actual is None or expected.shape != actual.shape:
                 return True
@@ -332,14 +332,14 @@ def mixes_positions(visit: Visit, module: nn.Module, tokens: tuple[int, int], un
     return False
 
 
-def require_tokens(visit: Visit, tokens: tuple[int, int]) -> None:
+def require_tokens(call: ModuleCall, tokens: tuple[int, int]) -> None:
     """Refuse a call whose input is divided, or has no rows and positions. Raises: Obstacle."""
-    tensors = list(_list_tensors((visit.args, visit.kwargs)))
+    tensors = list(_list_tensors((call.args, call.kwargs)))
     if any(isinstance(each, DTensor) for each in tensors):
         raise Obstacle("is divided inside of its input or output")
     if not tensors or not _has_tokens(tensors[0].shape, tokens):
         raise Obstacle("has an input without the rank's rows and positions")
-    if not visit.outputs:
+    if not call.outputs:
         raise Obstacle("was not seen to end")
 
 
@@ -374,7 +374,7 @@ Results = dict[tuple[str, str], Tensor]  # by end and slot
 
 
 def run(
-    module: nn.Module, visit: Visit, change: nn.Module, unit: float, *, of_parameters: bool = False
+    module: nn.Module, call: ModuleCall, change: nn.Module, unit: float, *, of_parameters: bool = False
 ) -> tuple[Results, dict[str, Tensor]]:
     """Return the detached results of one device's module on changed inputs, with the rank's choices.
 
@@ -389,13 +389,13 @@ def run(
             return value
         return change(value).detach().requires_grad_()
 
-    args, kwargs = _map(prepare, (tuple(visit.args), dict(visit.kwargs)))
-    held = HeldSelections(visit.selections, unit)
+    args, kwargs = _map(prepare, (tuple(call.args), dict(call.kwargs)))
+    held = HeldSelections(call.selections, unit)
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), held:
         outputs = dict(list_floats(module(*args, **kwargs)))
     found = {("output", slot): each.detach() for slot, each in outputs.items()}
-    inputs = {slot: each for slot, each in list_floats((args, kwargs)) if slot in visit.of_inputs}
-    back = [(each, visit.of_outputs[slot]) for slot, each in outputs.items() if slot in visit.of_outputs]
+    inputs = {slot: each for slot, each in list_floats((args, kwargs)) if slot in call.of_inputs}
+    back = [(each, call.of_outputs[slot]) for slot, each in outputs.items() if slot in call.of_outputs]
     if any(isinstance(gradient, DTensor) or gradient.shape != each.shape for each, gradient in back):
         raise Obstacle("is divided inside of its input or output")
     named = {name: each for name, each in module.named_parameters() if of_parameters and each.requires_grad}

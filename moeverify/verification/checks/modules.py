@@ -20,19 +20,27 @@ from torch import Tensor, nn
 from moeverify.cases.schema import Recipe
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import ReplayedModules, Use
+from moeverify.results.facts import DtypeUse, ReplayedModules
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_subject import CustomSubject
 from moeverify.train.program import NearTieCounts, Program, compute_dtype_of
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
 from moeverify.verification.checks.bounds import FLOOR
 from moeverify.verification.checks.forced_blocks import place_finding
 from moeverify.verification.checks.module_gradients import (
     Held,
     StepSums,
-    Summed,
+    SumComparison,
     compare_sums,
     find_owners,
     hold,
@@ -40,10 +48,10 @@ from moeverify.verification.checks.module_gradients import (
 )
 from moeverify.verification.checks.module_replay import (
     MOST_ROUNDING,
+    KeptCalls,
+    ModuleCall,
     Obstacle,
     Replayed,
-    Visit,
-    Visits,
     choose_modules,
     mixes_positions,
     replay,
@@ -107,12 +115,12 @@ class ModulesWatch(Watch[ModuleReport]):
         self._calls, self._num_micro_batches = calls or {}, program.num_micro_batches
         self._alone = alone
         modules = choose_modules(program.model)
-        self._visits = Visits({name: each for name, each in modules.items() if name not in left_out})
+        self._kept = KeptCalls({name: each for name, each in modules.items() if name not in left_out})
         self._is_scaled = program.custom_step is not None
         self._normed: set[int] = set()  # steps that show their gradient norm
         size = sum(torch.Size(shard.region.shape).numel() for shard in program.live_shards())
         self._num_kept = recipe.steps if size * recipe.steps <= MOST_STATE else 1
-        self._steps: list[dict[str, list[Visit]]] = []
+        self._steps: list[dict[str, list[ModuleCall]]] = []
         self._held: list[dict[str, list[Held]]] = []
         self._states: list[State] = []  # after each step but the last one
 
@@ -122,11 +130,11 @@ class ModulesWatch(Watch[ModuleReport]):
         self._held.append({})
         self._states.append([])
         if len(self._held) > self._num_kept:
-            self._visits.close()
+            self._kept.close()
 
     def _end_step(self) -> None:
         if len(self._steps) < len(self._held):
-            self._steps.append(self._visits.take())
+            self._steps.append(self._kept.take())
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Keep the state after a step, and the sampled elements of a gradient; see `Watch`."""
@@ -142,11 +150,11 @@ class ModulesWatch(Watch[ModuleReport]):
     def close(self) -> None:
         """Release the model; see `Watch`."""
         self._end_step()
-        self._visits.close()
+        self._kept.close()
 
     def count_calls(self) -> dict[str, int]:
         """Return the number of calls in a micro-batch, of modules that are not called once."""
-        counts = {name: len(visits) // self._num_micro_batches for name, visits in self._steps[0].items()}
+        counts = {name: len(calls) // self._num_micro_batches for name, calls in self._steps[0].items()}
         return {name: count for name, count in counts.items() if count != 1}
 
     def list_mixing(self) -> list[str]:
@@ -156,8 +164,8 @@ class ModulesWatch(Watch[ModuleReport]):
         with one.subject.surround():
             return [
                 name
-                for name, (visit, *_) in self._steps[0].items()
-                if mixes_positions(visit, modules[name], self._tokens, unit)
+                for name, (call, *_) in self._steps[0].items()
+                if mixes_positions(call, modules[name], self._tokens, unit)
             ]
 
     def report(self) -> ModuleReport:
@@ -181,12 +189,12 @@ class ModulesWatch(Watch[ModuleReport]):
         owners = find_owners(narrow.model, {name: each for name, (each, _) in modules.items()})
         owners = {name: each for name, each in owners.items() if name not in self._unsummed}
         with narrow.subject.surround():
-            for name, visits in (self._steps[0] if self._steps else {}).items():
+            for name, calls in (self._steps[0] if self._steps else {}).items():
                 if name not in modules:
                     left_out[name] = "is on no single device"
                     continue
                 try:
-                    found += replay(name, visits[0], *modules[name], self._tokens, unit)
+                    found += replay(name, calls[0], *modules[name], self._tokens, unit)
                 except Obstacle as obstacle:
                     left_out[name] = str(obstacle)
             for step in range(min(self._num_kept, len(self._steps))):
@@ -209,9 +217,9 @@ class ModulesWatch(Watch[ModuleReport]):
         sums = StepSums(self._share, self._is_scaled, held=self._held[step], owners=owners)
         if self._is_scaled and step not in self._normed:
             return StepSums(self._share)
-        for module, visits in self._steps[step].items():
+        for module, calls in self._steps[step].items():
             num_calls = self._calls.get(module, 1) * self._num_micro_batches
-            if module not in modules or (self._counts_calls and len(visits) != num_calls):
+            if module not in modules or (self._counts_calls and len(calls) != num_calls):
                 continue
             inner = {
                 name: names[id(each)]
@@ -219,7 +227,7 @@ class ModulesWatch(Watch[ModuleReport]):
                 if id(each) in names
             }
             try:
-                added = sum_calls(visits, *modules[module], inner, self._tokens, unit) if inner else {}
+                added = sum_calls(calls, *modules[module], inner, self._tokens, unit) if inner else {}
             except Obstacle:
                 continue
             for name, each in added.items():
@@ -229,7 +237,7 @@ class ModulesWatch(Watch[ModuleReport]):
 
 @torch.no_grad()
 def _load_state(program: Program, shown: State) -> None:
-    """Overwrite the weights and buffers of one device with those of all ranks together."""
+    """Overwrite the weights and buffers of one device with the assembled ones of all ranks."""
     known = {shard.name: shard for shard in (*program.shards, *program.buffers)}
     for name, local, region in shown:
         if name in known:
@@ -269,11 +277,11 @@ def list_unreproduced(
 
 
 def applies(recipe: Recipe) -> bool:
-    """Return whether modules are replayed: those of a user's model in a precision of 16 bits."""
+    """Return whether the check applies: to a user's model in a precision of 16 bits."""
     return recipe.model.reference is None and recipe.precision in PRECISIONS and recipe.float8 == "none"
 
 
-def _bound_of(recipe: Recipe, replayed: Replayed | Summed, factor: float = 1.0) -> float:
+def _bound_of(recipe: Recipe, replayed: Replayed | SumComparison, factor: float = 1.0) -> float:
     return max(factor * replayed.rounding, FLOOR[recipe.precision])
 
 
@@ -291,16 +299,16 @@ class ModuleAgreement(Check[ModuleReport]):
         if not is_own or not applies(run.case.recipe) or layout.compile != "none":
             return None
         unreproduced = {
-            (name, what): why for (use, name, what), why in run.dtypes.items() if use == Use.UNREPRODUCED
+            (name, part): why for (use, name, part), why in run.dtypes.items() if use == DtypeUse.UNREPRODUCED
         }
-        skipped = {name: why for (name, what), why in unreproduced.items() if not what}
-        calls = {name: int(why) for (name, what), why in unreproduced.items() if what == "calls"}
-        unsummed = [name for name, what in unreproduced if what == "gradient"]
+        skipped = {name: why for (name, part), why in unreproduced.items() if not part}
+        calls = {name: int(why) for (name, part), why in unreproduced.items() if part == "calls"}
+        unsummed = [name for name, part in unreproduced if part == "gradient"]
         if layout.cp > 1:
-            skipped |= {name: _UNDER_CP for name, what in unreproduced if what == "positions"}
+            skipped |= {name: _UNDER_CP for name, part in unreproduced if part == "positions"}
         return ModulesWatch(run.case.recipe, program, skipped, run.alone, unsummed, calls)
 
-    def judge(self, shown: Shown, reports: Sequence[ModuleReport]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[ModuleReport]) -> CheckOutcome | None:
         """Return the verdict. An error in a module follows an error in one of its members; see `Check`."""
         if not reports:
             return None
@@ -344,11 +352,11 @@ class ModuleAgreement(Check[ModuleReport]):
             worst=worst[1] if worst else None,
             facts=_describe(reports, {module for module, _ in rows}),
         )
-        return Outcome(result, tuple(_follow(each, findings) for each in findings), limits)
+        return CheckOutcome(result, tuple(_follow(each, findings) for each in findings), limits)
 
 
 def _make_finding(
-    shown: Shown, tensor: str, ranks: tuple[int, ...], rank: int, error: float, bound: float
+    shown: ShownTensors, tensor: str, ranks: tuple[int, ...], rank: int, error: float, bound: float
 ) -> Finding:
     return place_finding(
         Finding(
@@ -365,13 +373,13 @@ def _make_finding(
     )
 
 
-def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, Summed]]:
+def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, SumComparison]]:
     for step in range(min(len(report.sums) for report in reports)):
         compared = compare_sums([report.sums[step] for report in reports])
         yield from (((step, Kind.GRADIENT, name), summed) for name, summed in compared.items())
 
 
-def _make_gradient_finding(shown: Shown, key: Key, summed: Summed, bound: float) -> Finding:
+def _make_gradient_finding(shown: ShownTensors, key: Key, summed: SumComparison, bound: float) -> Finding:
     step, kind, name = key
     return Finding(
         check=CheckName.MODULES,

@@ -33,7 +33,7 @@ from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.checks.router import Scored
 from moeverify.verification.checks.router_passes import (
     MicroBatchPasses,
@@ -66,7 +66,7 @@ class RouterSums:
 
 
 @dataclass
-class StepSums:
+class LossSums:
     """One rank's step: sums of token losses per region, sums of its routers, and its reported losses."""
 
     token_losses: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class StepSums:
 
 
 @dataclass(frozen=True)
-class _Pass:
+class _RouterPass:
     """One forward pass of a router: `z` (3), `rows` (B, 1 + 2E) and `relative` (), on the router's device."""
 
     name: str
@@ -86,7 +86,7 @@ class _Pass:
     eps: float
 
 
-class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
+class ObjectiveWatch(MicroBatchPasses[dict[int, LossSums], _RouterPass]):
     """Sums token losses and the inputs of the balance and z losses, without device synchronization."""
 
     def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
@@ -109,7 +109,7 @@ class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
         bias = None if router.bias is None else local_part(router.view(router.bias)).to(torch.float64)
         eps = torch.finfo(widen(x.dtype)).eps
         z, rows, relative = _sum_pass(router.spec, x, weight, bias, valid, routing.ids)
-        self.keep(_Pass(name, z, rows, relative, eps))
+        self.keep(_RouterPass(name, z, rows, relative, eps))
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Record token losses and reported losses; see `Watch`."""
@@ -123,21 +123,23 @@ class ObjectiveWatch(MicroBatchPasses[dict[int, StepSums], _Pass]):
         elif kind == Kind.LOSS:
             self._losses.setdefault(step, {})[name] = local.detach().clone()
 
-    def report(self) -> dict[int, StepSums]:
+    def report(self) -> dict[int, LossSums]:
         """Return the sums of every step; see `Watch`."""
         steps = sorted({*self._token_losses, *self.passes, *self._losses})
         return {step: self._report_step(step) for step in steps}
 
-    def _report_step(self, step: int) -> StepSums:
+    def _report_step(self, step: int) -> LossSums:
         losses = self._token_losses.get(step, {})
-        return StepSums(
+        return LossSums(
             {key: (float(total), size) for key, (total, size) in losses.items()},
             self._join_passes(self.passes.get(step, [])),
             {name: float(value) for name, value in self._losses.get(step, {}).items()},
             self._eps.get(step, 0.0),
         )
 
-    def _join_passes(self, passes: Sequence[tuple[_Pass, Sequence[int] | None]]) -> dict[str, RouterSums]:
+    def _join_passes(
+        self, passes: Sequence[tuple[_RouterPass, Sequence[int] | None]]
+    ) -> dict[str, RouterSums]:
         joined: dict[str, RouterSums] = {}
         for each, indices in passes:
             sums = joined.setdefault(each.name, RouterSums(torch.zeros(3, dtype=torch.float64)))
@@ -196,13 +198,13 @@ def _sum_pass(
     return z, torch.cat(rows), relative
 
 
-class Objective(Check[dict[int, StepSums]]):
+class Objective(Check[dict[int, LossSums]]):
     """Losses of each step on every rank, for the reference model only: other models divide differently."""
 
     name = CheckName.OBJECTIVE
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepSums]] | None:
+    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, LossSums]] | None:
         """Return a watch that sums the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None
@@ -213,18 +215,18 @@ class Objective(Check[dict[int, StepSums]]):
         is_whole = run.case.layout.pp == 1 and program.run_captured is None
         return ObjectiveWatch(program, by_row=by_row, is_whole=is_whole)
 
-    def judge(self, shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[dict[int, LossSums]]) -> CheckOutcome | None:
         """Return whether each loss follows from the ranks' own values; see `Check`."""
         return judge_losses(shown, reports) if any(reports) else None
 
 
-def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcome:
+def judge_losses(shown: ShownTensors, reports: Sequence[dict[int, LossSums]]) -> CheckOutcome:
     """Return the verdict, with a finding for each loss of a step that some rank reports wrongly."""
     findings: list[Finding] = []
     limits: dict[Key, float] = {}
     worst: Worst | None = None
     for step in sorted(set().union(*reports)):
-        of_step = [report.get(step, StepSums()) for report in reports]
+        of_step = [report.get(step, LossSums()) for report in reports]
         for name, (expected, bound) in _compute_losses(shown, step, of_step).items():
             rows = [(rank, each.losses[name]) for rank, each in enumerate(of_step) if name in each.losses]
             if not rows or expected <= 0.0:
@@ -246,10 +248,12 @@ def judge_losses(shown: Shown, reports: Sequence[dict[int, StepSums]]) -> Outcom
         tensors=len(limits),
         worst=worst,
     )
-    return Outcome(result, tuple(findings), limits)
+    return CheckOutcome(result, tuple(findings), limits)
 
 
-def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dict[str, tuple[float, float]]:
+def _compute_losses(
+    shown: ShownTensors, step: int, of_step: Sequence[LossSums]
+) -> dict[str, tuple[float, float]]:
     """Return (expected, relative bound) of each loss that the ranks' notes determine."""
     recipe = shown.case.recipe
     model, data = recipe.model, recipe.data
@@ -270,7 +274,7 @@ def _compute_losses(shown: Shown, step: int, of_step: Sequence[StepSums]) -> dic
     return found
 
 
-def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
+def _compute_lm(of_step: Sequence[LossSums], num_valid: float, num_tokens: int) -> tuple[float, float] | None:
     """Return the mean of the token losses over valid tokens; None if some are missing or not finite.
 
     Every rank sums n losses of one sign in blocks, divides, and adds its micro-batches. The rounding errors
@@ -287,12 +291,12 @@ def _compute_lm(of_step: Sequence[StepSums], num_valid: float, num_tokens: int) 
     return whole / num_valid, bound
 
 
-def _copies_agree(of_step: Sequence[StepSums], num_valid: float) -> bool:
+def _copies_agree(of_step: Sequence[LossSums], num_valid: float) -> bool:
     """Return whether ranks that saw the same tokens computed the same router sums, up to rounding.
 
     If the replicas of a router have diverged, there is no single loss that the ranks should report.
     """
-    groups: dict[frozenset[str], list[StepSums]] = {}
+    groups: dict[frozenset[str], list[LossSums]] = {}
     for each in of_step:
         groups.setdefault(frozenset(each.token_losses), []).append(each)
     names = {name for each in of_step for name in each.routers}
@@ -309,7 +313,7 @@ def _copies_agree(of_step: Sequence[StepSums], num_valid: float) -> bool:
     return True
 
 
-def _merge_routers(of_step: Sequence[StepSums]) -> dict[str, RouterSums]:
+def _merge_routers(of_step: Sequence[LossSums]) -> dict[str, RouterSums]:
     """Return the sums of each router over all ranks."""
     merged: dict[str, RouterSums] = {}
     for each in of_step:
@@ -368,7 +372,7 @@ def _relative(expected: float, actual: float) -> float:
 
 
 def _make_finding(
-    shown: Shown, key: Key, ranks: tuple[int, ...], values: tuple[float, float, float]
+    shown: ShownTensors, key: Key, ranks: tuple[int, ...], values: tuple[float, float, float]
 ) -> Finding:
     """Return the finding of a loss, without a cause. `ranks` is the worst rank, then all wrong ranks."""
     step, kind, name = key

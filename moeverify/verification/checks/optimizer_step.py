@@ -28,10 +28,18 @@ from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
 from moeverify.train.program import Program
 from moeverify.train.schedule import find_factor, list_rates
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
 from moeverify.verification.checks.recomputed_step import (
     RecomputedBatch,
-    Row,
+    RecomputedTensor,
     Sampled,
     fit,
     fit_rate,
@@ -57,7 +65,7 @@ class _State:
     dtypes: set[torch.dtype] = field(default_factory=set)
 
 
-class OptimizerWatch(Watch[list[Row]]):
+class OptimizerWatch(Watch[list[RecomputedTensor]]):
     """Samples the inputs and results of each step, and recomputes the step when it is over."""
 
     def __init__(self, recipe: Recipe, program: Program) -> None:
@@ -113,7 +121,7 @@ class OptimizerWatch(Watch[list[Row]]):
         self._program = None
         self._shards = {}
 
-    def report(self) -> list[Row]:
+    def report(self) -> list[RecomputedTensor]:
         """Return the rows of all steps; see `Watch`."""
         return [row for batch in self._batches for row in read_batch(batch)]
 
@@ -260,25 +268,27 @@ def _group_key(sampled: Sampled) -> object:
     return decays, names, sampled.number, frozenset(sampled.dtypes), sampled.gradient.device
 
 
-class OptimizerStep(Check[list[Row]]):
+class OptimizerStep(Check[list[RecomputedTensor]]):
     """Moments and updates of every step, against the step recomputed in float64."""
 
     name = CheckName.OPTIMIZER_STEP
     role = Role.ORIGIN
     recomputes_step = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[Row]]:
+    def watch(self, run: RankRun, program: Program) -> Watch[list[RecomputedTensor]]:
         """Return a watch that samples and recomputes each optimizer step; see `Check`."""
         return OptimizerWatch(run.case.recipe, program)
 
-    def judge(self, shown: Shown, reports: Sequence[list[Row]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[RecomputedTensor]]) -> CheckOutcome | None:
         """Return whether each element matches the recomputed step, up to rounding; see `Check`."""
         recipe = shown.case.recipe
         rates = list_rates(recipe.optimizer, recipe.steps)
         return judge_rows(shown, reports, rates) if any(reports) else None
 
 
-def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[float] = ()) -> Outcome:
+def judge_rows(
+    shown: ShownTensors, reports: Sequence[Sequence[RecomputedTensor]], rates: Sequence[float] = ()
+) -> CheckOutcome:
     """Return the verdict, with a finding for each wrong logical tensor, and the detection limits.
 
     `rates` are the recipe's learning rates, by step.
@@ -299,14 +309,14 @@ def judge_rows(shown: Shown, reports: Sequence[Sequence[Row]], rates: Sequence[f
         worst=_find_worst(rows),
         facts=shown.describe_own({name for _, name in own}),
     )
-    return Outcome(result, tuple(findings), limits)
+    return CheckOutcome(result, tuple(findings), limits)
 
 
 def _sort_rows(
-    reports: Sequence[Sequence[Row]], own: Collection[tuple[str, str]]
-) -> dict[Key, list[tuple[int, Row]]]:
+    reports: Sequence[Sequence[RecomputedTensor]], own: Collection[tuple[str, str]]
+) -> dict[Key, list[tuple[int, RecomputedTensor]]]:
     """Return the rows of each logical tensor with their ranks, ordered by step, without `own` results."""
-    by_key: dict[Key, list[tuple[int, Row]]] = {}
+    by_key: dict[Key, list[tuple[int, RecomputedTensor]]] = {}
     for rank, rows in enumerate(reports):
         for row in rows:
             if row.key[1:] not in own:
@@ -314,7 +324,7 @@ def _sort_rows(
     return dict(sorted(by_key.items(), key=lambda item: item[0][0]))
 
 
-def _find_worst(rows: Sequence[Row]) -> Worst | None:
+def _find_worst(rows: Sequence[RecomputedTensor]) -> Worst | None:
     """Return the element with the largest error; None if no expected value is finite."""
     worst = max(filter(_is_known, rows), key=_rate, default=None)
     if worst is None:
@@ -323,16 +333,16 @@ def _find_worst(rows: Sequence[Row]) -> Worst | None:
     return Worst(tensor=worst.key[2], error=worst.worst * bound, bound=bound, step=worst.key[0])
 
 
-def _rate(row: Row) -> float:
+def _rate(row: RecomputedTensor) -> float:
     """Return the ratio of the largest error to the allowed one; 0 if the expected value is not finite."""
     return rate_error(row.worst) if _is_known(row) else 0.0
 
 
-def _is_known(row: Row) -> bool:
+def _is_known(row: RecomputedTensor) -> bool:
     return math.isfinite(row.expected)
 
 
-def _find_limit(rows: Sequence[Row]) -> float:
+def _find_limit(rows: Sequence[RecomputedTensor]) -> float:
     """Return the relative error of a tensor above which some element must exceed its allowed error.
 
     If the error has a larger Frobenius norm than the allowed errors, some element exceeds its own. The same
@@ -346,14 +356,16 @@ def _find_limit(rows: Sequence[Row]) -> float:
     return min((math.sqrt(left / whole) for left, whole in shares if whole > 0.0), default=math.inf)
 
 
-def _scale_of(rows: Sequence[Row]) -> float:
+def _scale_of(rows: Sequence[RecomputedTensor]) -> float:
     """Return the root mean square of the expected values, the unit of errors; 1 if all are zero."""
     total = sum(row.sum_expected2 for row in rows)
     count = sum(row.num_elements for row in rows)
     return math.sqrt(total / count) if total > 0.0 else 1.0
 
 
-def _make_finding(shown: Shown, key: Key, rows: Sequence[tuple[int, Row]], rates: Sequence[float]) -> Finding:
+def _make_finding(
+    shown: ShownTensors, key: Key, rows: Sequence[tuple[int, RecomputedTensor]], rates: Sequence[float]
+) -> Finding:
     step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
@@ -392,7 +404,7 @@ def _choose_cause(facts: RecomputedFacts) -> Cause:
     return Cause.NORM if facts.is_unclipped else Cause.OPTIMIZER
 
 
-def _add_rate(facts: RecomputedFacts, row: Row, rates: Sequence[float]) -> RecomputedFacts:
+def _add_rate(facts: RecomputedFacts, row: RecomputedTensor, rates: Sequence[float]) -> RecomputedFacts:
     """Return the facts with the optimizer's learning rate, if it explains the error."""
     step, kind, _ = row.key
     if row.rate is None or kind != Kind.UPDATE or step >= len(rates) or _is_rate(row.rate, rates[step]):

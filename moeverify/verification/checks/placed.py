@@ -25,11 +25,11 @@ from moeverify.results.finding import Finding
 from moeverify.tools.placement.buckets import Bucket, list_buckets
 from moeverify.tools.placement.placement import Placement
 from moeverify.tools.placement.policy import Policy, list_solved
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 
 
-def find_misplaced(shown: Shown) -> Iterator[Finding]:
-    """Yield a finding for each stacked weight of which a rank stores experts not assigned to it.
+def find_misplaced(shown: ShownTensors) -> Iterator[Finding]:
+    """Yield a finding for each stacked weight with experts on a rank that they are not assigned to.
 
     Weights after a step are not compared and therefore not shown. Updates carry the same regions.
     """
@@ -90,7 +90,7 @@ def _find_matrix(placement: Placement, name: str) -> tuple[tuple[int, ...], ...]
     return placement.matrices[placement.layers.index(number)]
 
 
-def find_elsewhere(shown: Shown) -> Iterator[Finding]:
+def find_elsewhere(shown: ShownTensors) -> Iterator[Finding]:
     """Yield one finding for the layers that are on a wrong rank of some pipeline.
 
     Layers on no rank of a pipeline are reported by `coverage`. Layers on their own rank and on others are
@@ -129,7 +129,7 @@ def list_owners(layout: Layout, num_layers: int) -> Sequence[int]:
     return [by_stage[stage] for stage, size in enumerate(sizes) for _ in range(size)]
 
 
-def _list_holders(shown: Shown, num_layers: int) -> list[set[int]]:
+def _list_holders(shown: ShownTensors, num_layers: int) -> list[set[int]]:
     """Return for each layer the ranks whose initial state contains a part of it."""
     holders: list[set[int]] = [set() for _ in range(num_layers)]
     by_name = {_name(layer): ranks for layer, ranks in enumerate(holders)}

@@ -18,11 +18,19 @@ from typing import TypeVar
 
 from moeverify.cases.schema import Case
 from moeverify.results.checks import CheckName
-from moeverify.results.facts import DtypeFacts, Dtypes, NarrowParts, PatternFacts, Use
+from moeverify.results.facts import DtypeFacts, Dtypes, DtypeUse, NarrowParts, PatternFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 from moeverify.verification.checks.dtype_watch import DtypeWatch, Sighting
 from moeverify.verification.checks.narrower import dtype_called, is_narrower, name_dtype
 from moeverify.verification.golden.noise import narrow_key
@@ -32,10 +40,18 @@ WHOLE = "the model"
 _T = TypeVar("_T")
 
 
-_ORDER = (Use.WEIGHT, Use.COMPUTES, Use.RESIDUAL, Use.OUTPUT, Use.GRADIENT, Use.OPTIMIZER_STATE, Use.REDUCES)
+_ORDER = (
+    DtypeUse.WEIGHT,
+    DtypeUse.COMPUTES,
+    DtypeUse.RESIDUAL,
+    DtypeUse.OUTPUT,
+    DtypeUse.GRADIENT,
+    DtypeUse.OPTIMIZER_STATE,
+    DtypeUse.REDUCES,
+)
 """Uses from cause to effect: narrow weights make the outputs, gradients and moments narrow."""
 
-_OF_MODULES = (Use.RESIDUAL, Use.OUTPUT)
+_OF_MODULES = (DtypeUse.RESIDUAL, DtypeUse.OUTPUT)
 
 OneDevice = Mapping[tuple[str, str, str], str]
 """Dtypes of one device in the recipe's precision, by the key of a sighting."""
@@ -67,9 +83,9 @@ class Wanted:
         """Return the required dtype of a sighting: its own, if nothing is known."""
         if self.is_stated and sighting.use not in _OF_MODULES:
             wide = any(names(pattern, sighting.parameter) for pattern in self.wide)
-            return self.compute if sighting.use is Use.COMPUTES and not wide else self.kept
+            return self.compute if sighting.use is DtypeUse.COMPUTES and not wide else self.kept
         known = self.one_device.get(sighting.key)
-        if sighting.use is Use.RESIDUAL and self.one_device and known is None:
+        if sighting.use is DtypeUse.RESIDUAL and self.one_device and known is None:
             return sighting.how
         if known is not None and is_narrower(dtype_called(sighting.dtype), dtype_called(known)):
             return known
@@ -99,7 +115,7 @@ class Precision(Check[list[Sighting]]):
         compute = compute_dtype_of(run.case.recipe.precision)
         return DtypeWatch(program.model, compute, run.trace.since, wanted.is_wrong)
 
-    def judge(self, shown: Shown, reports: Sequence[list[Sighting]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[Sighting]]) -> CheckOutcome | None:
         """Return whether every use had its required dtype; see `Check`.
 
         If the recipe states no dtypes and the model has only one, a pass says nothing and is left out.
@@ -116,9 +132,9 @@ class Precision(Check[list[Sighting]]):
         return replace(outcome, result=outcome.result.model_copy(update={"facts": parts}))
 
 
-def _describe_narrow_parts(shown: Shown) -> NarrowParts | None:
+def _describe_narrow_parts(shown: ShownTensors) -> NarrowParts | None:
     """Return the modules that one device computes below float64, and how many tensors depend on them."""
-    found = {name: dtype for (use, name, _), dtype in shown.dtypes.items() if use == Use.NARROW}
+    found = {name: dtype for (use, name, _), dtype in shown.dtypes.items() if use == DtypeUse.NARROW}
     if not found:
         return None
     depending = [narrow_key(*key) in shown.bounds.noise for key in shown.tensors]
@@ -134,16 +150,16 @@ def _describe_narrow_parts(shown: Shown) -> NarrowParts | None:
 class _Wrong:
     """One kind of use in one wrong dtype: the sightings by parameter and rank."""
 
-    use: Use
+    use: DtypeUse
     dtype: str
     wanted: str
     members: Mapping[str, Mapping[int, Sighting]]
 
 
-def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wanted) -> Outcome:
+def judge_dtypes(shown: ShownTensors, by_rank: Sequence[Sequence[Sighting]], wanted: Wanted) -> CheckOutcome:
     """Return the verdict, with a finding for each largest part of the model in a wrong dtype."""
-    places: dict[Use, set[str]] = {}
-    wrong: dict[tuple[Use, str, str], dict[str, dict[int, Sighting]]] = {}
+    places: dict[DtypeUse, set[str]] = {}
+    wrong: dict[tuple[DtypeUse, str, str], dict[str, dict[int, Sighting]]] = {}
     for rank, sightings in enumerate(by_rank):
         for sighting in sightings:
             places.setdefault(sighting.use, set()).add(sighting.parameter)
@@ -151,7 +167,7 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
                 by_name = wrong.setdefault((sighting.use, sighting.dtype, wanted.of(sighting)), {})
                 by_name.setdefault(sighting.parameter, {})[rank] = sighting
     known: set[str] = set().union(*(found for use, found in places.items() if use not in _OF_MODULES))
-    computing = places.get(Use.COMPUTES, set())
+    computing = places.get(DtypeUse.COMPUTES, set())
     findings = [
         _make_finding(shown, _Wrong(*how, members), module, len(places[how[0]]), wanted)
         for how, by_name in sorted(wrong.items(), key=lambda item: _ORDER.index(item[0][0]))
@@ -171,12 +187,12 @@ def judge_dtypes(shown: Shown, by_rank: Sequence[Sequence[Sighting]], wanted: Wa
     return make_outcome(CheckName.PRECISION, findings, sum(map(len, places.values())), facts=facts)
 
 
-def _join(use: Use, wrong: Mapping[str, _T], known: Collection[str]) -> dict[str, dict[str, _T]]:
+def _join(use: DtypeUse, wrong: Mapping[str, _T], known: Collection[str]) -> dict[str, dict[str, _T]]:
     """Group wrong parameters by module; wrong outputs and streams by the first one, which makes the others."""
     return {next(iter(wrong)): dict(wrong)} if use in _OF_MODULES else join_by_module(wrong, known)
 
 
-def _follow(finding: Finding, findings: Sequence[Finding], followers: Collection[Use]) -> Finding:
+def _follow(finding: Finding, findings: Sequence[Finding], followers: Collection[DtypeUse]) -> Finding:
     """Return a finding that follows the first one of an earlier use with the same dtype, if there is one."""
     use, dtype = _read(finding)
     causes = [each for each in findings if _ORDER.index(_read(each)[0]) < _ORDER.index(use)]
@@ -186,7 +202,7 @@ def _follow(finding: Finding, findings: Sequence[Finding], followers: Collection
     return finding.model_copy(update={"follows": first.tensor})
 
 
-def _read(finding: Finding) -> tuple[Use, str]:
+def _read(finding: Finding) -> tuple[DtypeUse, str]:
     assert isinstance(finding.facts, DtypeFacts)
     return finding.facts.use, finding.facts.dtype
 
@@ -207,14 +223,14 @@ def _is_in(name: str, place: str) -> bool:
     return not place or name == place or name.startswith(f"{place}.")
 
 
-def _make_finding(shown: Shown, wrong: _Wrong, module: str, num_known: int, wanted: Wanted) -> Finding:
+def _make_finding(shown: ShownTensors, wrong: _Wrong, module: str, num_known: int, wanted: Wanted) -> Finding:
     seen = [each for by_rank in wrong.members.values() for each in by_rank.values()]
     ranks = tuple(sorted({rank for by_rank in wrong.members.values() for rank in by_rank}))
     is_of_module = wrong.use in _OF_MODULES
     how = () if is_of_module else tuple(sorted({each.how for each in seen if each.how}))
-    can_declare = wanted.is_stated and wrong.use is Use.COMPUTES and wrong.dtype == wanted.kept
+    can_declare = wanted.is_stated and wrong.use is DtypeUse.COMPUTES and wrong.dtype == wanted.kept
     stage = Stage.FORWARD if is_of_module else None
-    collectives = how if wrong.use is Use.REDUCES else ()
+    collectives = how if wrong.use is DtypeUse.REDUCES else ()
     return Finding(
         check=CheckName.PRECISION,
         tensor=module or WHOLE,

@@ -12,7 +12,15 @@ from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.train.engine import PlainEngine
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,7 @@ class ReboundTensors(Check[list[BoundAnew]]):
         """Return a watch that records rebound parameters; see `Check`."""
         return ReboundWatch(program)
 
-    def judge(self, shown: Shown, reports: Sequence[list[BoundAnew]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[BoundAnew]]) -> CheckOutcome | None:
         """Return a finding for each rebound tensor; None if there are none; see `Check`."""
         by_name: dict[tuple[Kind, str], dict[int, BoundAnew]] = {}
         for rank, report in enumerate(reports):
@@ -95,7 +103,7 @@ class ReboundTensors(Check[list[BoundAnew]]):
         return make_outcome(self.name, findings, len(findings))
 
 
-def _make_finding(shown: Shown, found: dict[int, BoundAnew]) -> Finding:
+def _make_finding(shown: ShownTensors, found: dict[int, BoundAnew]) -> Finding:
     rank = max(found, key=lambda each: found[each].error)
     first = min(found.values(), key=lambda each: each.step)
     return Finding(

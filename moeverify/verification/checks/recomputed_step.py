@@ -17,7 +17,7 @@ from moeverify.results.step_facts import RecomputedFacts, TermFacts
 from moeverify.train.optimizer_kinds import OptimizerKind
 from moeverify.train.recomputation import WEIGHT, Recomputed, StepValues
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
-from moeverify.verification.checks.step_rounding import OWN, Inexact, Rounding
+from moeverify.verification.checks.step_rounding import OWN, DtypeRounding, Inexact
 from moeverify.verification.compare.assembled import Key
 from moeverify.verification.compare.difference import find_worst
 
@@ -28,7 +28,7 @@ _SUMS = 1e-12  # relative error of sums of squares, and of differences between t
 
 
 @dataclass(frozen=True)
-class Row:
+class RecomputedTensor:
     """One recomputed tensor of one rank.
 
     - `key`: its logical tensor.
@@ -164,7 +164,7 @@ def _list_results(
     change = torch.cat([each.change for each in members if each.change is not None])
     zeros = torch.zeros_like(change)
     dtypes = members[0].dtypes
-    rounding = Rounding.of(dtypes)
+    rounding = DtypeRounding.of(dtypes)
     results = []
     for recomputed in kind.recompute(spec, values):
         is_weight = recomputed.name == WEIGHT
@@ -234,7 +234,7 @@ def _measure(results: Sequence[_Result]) -> Tensor:
     dtypes = results[0].members[0].dtypes
     made = Inexact.join([each.made for each in results])
     actual = _cat([each.actual for each in results])
-    allowed, stored = Rounding.of(dtypes).bound_joined(made, actual)
+    allowed, stored = DtypeRounding.of(dtypes).bound_joined(made, actual)
     expected = made.expected
     all_sizes = tuple(size for each in results for size in sizes_of(each.members))
     sizes, starts = _find_places(all_sizes, actual.device)
@@ -279,7 +279,7 @@ def _find_places(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, 
     return both[0], both[1]
 
 
-def read_batch(batch: RecomputedBatch) -> Iterator[Row]:
+def read_batch(batch: RecomputedBatch) -> Iterator[RecomputedTensor]:
     """Yield the rows of a batch. Synchronizes with the device."""
     width = len(batch.terms) + 1
     clip = None if batch.clip is None else float(batch.clip)
@@ -293,7 +293,7 @@ def read_batch(batch: RecomputedBatch) -> Iterator[Row]:
         is_weight = batch.name == WEIGHT
         kind = Kind.UPDATE if is_weight else Kind.OPTIMIZER_STATE
         name = shard.name if is_weight else f"{shard.name}.{batch.name}"
-        yield Row(
+        yield RecomputedTensor(
             key=(batch.step, kind, name),
             region=shard.region.key,
             terms=batch.terms,
@@ -316,7 +316,7 @@ def read_batch(batch: RecomputedBatch) -> Iterator[Row]:
         )
 
 
-def fit(row: Row) -> RecomputedFacts:
+def fit(row: RecomputedTensor) -> RecomputedFacts:
     """Return the coefficients that explain a rank's result; none if no coefficients do."""
     terms = tuple(TermFacts(name=name, expected=coefficient) for name, coefficient in row.terms)
     unexplained = RecomputedFacts(terms=terms, clip=row.clip)
@@ -364,7 +364,7 @@ class _Solved:
     inverse: Tensor
 
 
-def _solve(row: Row) -> _Solved | None:
+def _solve(row: RecomputedTensor) -> _Solved | None:
     """Return the least-squares coefficients of the rank's result; None if all terms are zero."""
     size = len(row.terms)
     gram = torch.tensor(row.gram, dtype=torch.float64)
@@ -384,7 +384,7 @@ def _solve(row: Row) -> _Solved | None:
     return _Solved(known, found, left2, total, products, inverse)
 
 
-def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
+def fit_rate(row: RecomputedTensor, factor: float) -> tuple[TermFacts, ...] | None:
     """Return the terms of an update whose rate is wrong by a factor; None if that does not explain it.
 
     The factor explains the update if the remainder is within the rounding of each element.
@@ -405,7 +405,7 @@ def fit_rate(row: Row, factor: float) -> tuple[TermFacts, ...] | None:
     )
 
 
-def allow(row: Row, tried2: float) -> float:
+def allow(row: RecomputedTensor, tried2: float) -> float:
     """Return the squared error that rounding may leave of a result with squared sum `tried2`.
 
     A multiple of the right result has multiplied rounding errors. A smaller result may have terms as large

@@ -11,10 +11,18 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, CheckName
 from moeverify.results.finding import Finding
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 from moeverify.verification.compare.assembled import Key
-from moeverify.verification.compare.batch import Fingerprints
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.batch import BitFingerprints
+from moeverify.verification.compare.comparison import ComparedShard
 
 
 class BitRecorder:
@@ -22,7 +30,7 @@ class BitRecorder:
 
     def __init__(self) -> None:
         self._keys: list[tuple[Key, bool]] = []
-        self._bits = Fingerprints()
+        self._bits = BitFingerprints()
 
     def begin_step(self, step: int) -> None:
         """Do nothing: each observation carries its step."""
@@ -43,7 +51,7 @@ class BitRecorder:
             yield key, None if empty else next(values)
 
 
-def find_other_bits(entries: Sequence[Entry], bits: Sequence[tuple[Key, int | None]]) -> list[Key]:
+def find_other_bits(entries: Sequence[ComparedShard], bits: Sequence[tuple[Key, int | None]]) -> list[Key]:
     """Return the keys of one rank's tensors whose bits differ in another run with the same order."""
     return [
         key
@@ -52,7 +60,7 @@ def find_other_bits(entries: Sequence[Entry], bits: Sequence[tuple[Key, int | No
     ]
 
 
-def make_findings(check: CheckName, shown: Shown, by_rank: Sequence[Sequence[Key]]) -> list[Finding]:
+def make_findings(check: CheckName, shown: ShownTensors, by_rank: Sequence[Sequence[Key]]) -> list[Finding]:
     """Return a finding for each tensor whose bits differ on some rank, in the order of the runs."""
     ranks_of: dict[Key, list[int]] = {}
     for rank, keys in enumerate(by_rank):
@@ -99,7 +107,7 @@ class Repeat(Check[list[Key]]):
         num_steps = _count_repeated(run.case.checks.repeat, run.case.recipe.steps)
         return _SecondRun(run, num_steps) if num_steps else None
 
-    def judge(self, shown: Shown, reports: Sequence[list[Key]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[Key]]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each tensor whose bits differ; see `Check`."""
         if not reports:
             return None

@@ -10,7 +10,13 @@ from moeverify.results.comparable import comparable
 from moeverify.results.facts import ReplicaFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
-from moeverify.verification.checks.base import Check, Compared, Outcome, Shown, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    ComparedTensors,
+    ShownTensors,
+    make_outcome,
+)
 from moeverify.verification.checks.golden_tensors import CHECKS as COMPARED
 from moeverify.verification.compare.assembled import Assembled, Coordinates
 
@@ -24,12 +30,12 @@ class Replicas(Check[Any]):
 
     name = CheckName.REPLICAS
 
-    def judge(self, shown: Shown, reports: Sequence[Any]) -> Outcome:
+    def judge(self, shown: ShownTensors, reports: Sequence[Any]) -> CheckOutcome:
         """Return the verdict, with a finding for each tensor whose replicas differ; see `Check`."""
         skipped = {kind for check in COMPARED if check.name in shown.case.checks.skip for kind in check.kinds}
         return self.compare(shown, skipped)
 
-    def compare(self, shown: Compared, skipped: Collection[str] = ()) -> Outcome:
+    def compare(self, shown: ComparedTensors, skipped: Collection[str] = ()) -> CheckOutcome:
         """Return the verdict on all kinds except the skipped ones."""
         findings: list[Finding] = []
         num_compared = 0
@@ -53,7 +59,7 @@ class Replicas(Check[Any]):
 
 
 def _make_finding(
-    shown: Compared, tensor: Assembled, region: str, by_bits: Mapping[int, Sequence[int]]
+    shown: ComparedTensors, tensor: Assembled, region: str, by_bits: Mapping[int, Sequence[int]]
 ) -> Finding:
     step, kind, name = tensor.key
     entries = {rank: entry for rank, entry in tensor.shards if entry.region == region}

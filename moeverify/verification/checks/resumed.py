@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moeverify.results.checks import CheckName, Kind
-from moeverify.verification.checks.base import Check, Outcome, RankLoad, Shown, make_outcome
+from moeverify.verification.checks.base import Check, CheckOutcome, RankLoad, ShownTensors, make_outcome
 from moeverify.verification.checks.repeat import find_other_bits, make_findings
 from moeverify.verification.compare.assembled import Key
 
@@ -27,7 +27,7 @@ class Resumed(Check[list[Key]]):
             return [(-1, "step", "number of steps")]
         return find_other_bits(after, load.uninterrupted)
 
-    def judge(self, shown: Shown, reports: Sequence[list[Key]]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[list[Key]]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each tensor whose bits differ; see `Check`."""
         if not reports:
             return None

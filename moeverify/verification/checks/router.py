@@ -25,7 +25,7 @@ from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch
+from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
 from moeverify.verification.checks.router_passes import RouterPasses
 from moeverify.verification.checks.wide_parts import split_wide
@@ -46,10 +46,10 @@ _MOST_UNLIKE = 0.02
 """Largest share of tokens that may differ from rounded weights: float32 may move a score past a rounding boundary."""
 
 
-class Rounded(NamedTuple):
+class RouterRounding(NamedTuple):
     """The values that a router rounds before it computes its weights, and the dtype they are rounded to."""
 
-    what: Literal["scores", "logits"]
+    quantity: Literal["scores", "logits"]
     dtype: str
 
 
@@ -123,12 +123,12 @@ def _list_dtypes(wide: torch.dtype) -> list[torch.dtype]:
     return [dtype for dtype in list_narrower(wide) if dtype != torch.float16]
 
 
-def list_ways(wide: torch.dtype) -> list[Rounded]:
+def list_ways(wide: torch.dtype) -> list[RouterRounding]:
     """Return the descriptions of the weights that `list_rounded` yields, in its order."""
     return [
-        Rounded(what, name_dtype(dtype))
+        RouterRounding(quantity, name_dtype(dtype))
         for dtype in _list_dtypes(wide)
-        for what in _ROUNDED
+        for quantity in _ROUNDED
         for _ in range(2)
     ]
 
@@ -141,10 +141,10 @@ def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> 
     for dtype in _list_dtypes(wide):
         logits = scored.logits.to(dtype).to(wide)
         again = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=-1)
-        for what, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
+        for quantity, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
             chosen = scores.gather(-1, used)
             for arithmetic in (wide, dtype):
-                if what == "scores" or arithmetic == dtype:
+                if quantity == "scores" or arithmetic == dtype:
                     weights = chosen.to(dtype).to(arithmetic)
                 else:
                     weights = chosen.to(wide)
@@ -222,7 +222,7 @@ def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RouterStep:
+class RouterErrors:
     """Errors of one rank's router in a step: for choice, weights and counts the number and largest ratio.
 
     `rounded` is the rounding that reproduces its weights, if any.
@@ -232,10 +232,10 @@ class RouterStep:
     num_experts: int
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
-    rounded: Rounded | None = None
+    rounded: RouterRounding | None = None
 
 
-Reports = dict[tuple[int, str], RouterStep]  # by step and router
+Reports = dict[tuple[int, str], RouterErrors]  # by step and router
 
 
 class RouterWatch(RouterPasses[Reports]):
@@ -245,7 +245,7 @@ class RouterWatch(RouterPasses[Reports]):
         super().__init__(model)
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
-        self._ways: dict[tuple[int, str], list[Rounded]] = {}
+        self._ways: dict[tuple[int, str], list[RouterRounding]] = {}
 
     def report(self) -> Reports:
         """Return the errors of each step; see `Watch`."""
@@ -265,7 +265,7 @@ class RouterWatch(RouterPasses[Reports]):
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
-def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]) -> RouterStep:
+def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[RouterRounding]) -> RouterErrors:
     found = torch.stack(list(seen))
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
     fitting = [
@@ -275,7 +275,7 @@ def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[Rounded]
     ]
     rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
     largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
-    return RouterStep(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
+    return RouterErrors(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
 
 
 class RouterChoice(Check[Reports]):
@@ -291,12 +291,12 @@ class RouterChoice(Check[Reports]):
         # Every rank of the layout must report, also a pipeline stage without routers.
         return RouterWatch(program.model) if routers or run.case.layout.pp > 1 else None
 
-    def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome | None:
         """Return whether each router follows from its scores; see `Check`."""
         return judge_routers(shown, reports) if any(reports) else None
 
 
-def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
+def judge_routers(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     """Return the verdict, with a finding for each wrong quantity of a router in a step."""
     findings: list[Finding] = []
     worst: Worst | None = None
@@ -311,10 +311,12 @@ def judge_routers(shown: Shown, reports: Sequence[Reports]) -> Outcome:
     result = CheckResult(
         name=CheckName.ROUTER, verdict="mismatch" if findings else "pass", tensors=3 * len(keys), worst=worst
     )
-    return Outcome(result, tuple(findings))
+    return CheckOutcome(result, tuple(findings))
 
 
-def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, RouterStep]) -> Iterator[Finding]:
+def _list_findings(
+    shown: ShownTensors, key: tuple[int, str], rows: Mapping[int, RouterErrors]
+) -> Iterator[Finding]:
     step, name = key
     for number, quantity in enumerate(_QUANTITIES):
         wrong = tuple(rank for rank, row in rows.items() if row.num_wrong[number])
@@ -342,7 +344,7 @@ def _list_findings(shown: Shown, key: tuple[int, str], rows: Mapping[int, Router
                 num_wrong=rows[rank].num_wrong[number],
                 num_tokens=size,
                 margin=largest if quantity == "choice" else None,
-                rounded=rounded.what if rounded else "",
+                rounded=rounded.quantity if rounded else "",
                 dtype=rounded.dtype if rounded else "",
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),

@@ -32,7 +32,15 @@ from moeverify.results.place import Place, Stage
 from moeverify.train.module_taps import hook_gradient
 from moeverify.train.program import Program
 from moeverify.train.reference_subject import ReferenceSubject
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, rate_error
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    rate_error,
+)
 from moeverify.verification.checks.router_backward import PARTS, RouterFit, RouterInputs, measure_backward
 from moeverify.verification.checks.router_passes import (
     MicroBatchPasses,
@@ -71,7 +79,7 @@ Reports = dict[int, dict[str, RouterStep]]  # by step and router
 
 
 @dataclass
-class _Pass:
+class _GradientPass:
     """One forward pass. Its gradients arrive later; a recomputation of activations never receives any."""
 
     name: str
@@ -103,7 +111,7 @@ class _Awaited:
             self.measure = None
 
 
-class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
+class RouterGradientWatch(MicroBatchPasses[Reports, _GradientPass]):
     """Records gradients at each router, and recomputes its backward pass in one micro-batch per step.
 
     `scale` is the factor by which the layout multiplies the losses before the backward pass, because it
@@ -137,7 +145,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
         selected = torch.zeros(*x.shape[:-1], len(weight), dtype=torch.int64, device=x.device)
         selected = selected.scatter(-1, routing.ids, 1)
         counts = torch.stack([(selected * valid.unsqueeze(-1)).sum(dim=1), selected.sum(dim=1)], dim=1)
-        seen = _Pass(name, counts, 0.5 * torch.finfo(widen(x.dtype)).eps)
+        seen = _GradientPass(name, counts, 0.5 * torch.finfo(widen(x.dtype)).eps)
         self.keep(seen)
         returning = [(routing.stats.probability_sum, "balance"), (routing.stats.z_sum, "z")]
         awaited = self._awaited.get(router)
@@ -176,7 +184,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
             awaited.measure = None
         self._awaited = {}
 
-    def _add(self, found: RouterStep, seen: _Pass, rows: Sequence[int] | None) -> None:
+    def _add(self, found: RouterStep, seen: _GradientPass, rows: Sequence[int] | None) -> None:
         if rows is None or len(rows) != len(seen.counts):
             return
         found.unit = seen.unit
@@ -192,7 +200,7 @@ class RouterGradientWatch(MicroBatchPasses[Reports, _Pass]):
             found.fits.append(RouterFit.of(seen.backward.cpu()))
 
 
-def _make_keeper(seen: _Pass, name: str) -> Callable[[Tensor], None]:
+def _make_keeper(seen: _GradientPass, name: str) -> Callable[[Tensor], None]:
     def hook(gradient: Tensor) -> None:
         setattr(seen, name, gradient.detach().clone())
 
@@ -200,7 +208,7 @@ def _make_keeper(seen: _Pass, name: str) -> Callable[[Tensor], None]:
 
 
 def _make_measure(
-    seen: _Pass, spec: MoE, weight: Tensor, bias: Tensor | None, x: Tensor, valid: Tensor, ids: Tensor
+    seen: _GradientPass, spec: MoE, weight: Tensor, bias: Tensor | None, x: Tensor, valid: Tensor, ids: Tensor
 ) -> Callable[[Tensor], None]:
     """Return a callback that takes the gradient (E, H) of the weight.
 
@@ -243,7 +251,7 @@ class RouterGradient(Check[Reports]):
             return None
         return RouterGradientWatch(program.model, by_row=moe.balance_scope == "sequence", scale=program.scale)
 
-    def judge(self, shown: Shown, reports: Sequence[Reports]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome | None:
         """Return whether all gradients at the routers are right; see `Check`."""
         return judge_gradients(shown, reports) if any(reports) else None
 
@@ -266,7 +274,7 @@ class _Measured:
         return self.error / self.bound if self.bound > 0.0 else math.inf if self.error > 0.0 else 0.0
 
 
-def judge_gradients(shown: Shown, reports: Sequence[Reports]) -> Outcome:
+def judge_gradients(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     """Return the verdict, with a finding for each term of a step that is wrong on some rank."""
     moe = shown.case.recipe.model.moe
     assert moe is not None
@@ -295,11 +303,11 @@ def judge_gradients(shown: Shown, reports: Sequence[Reports]) -> Outcome:
         tensors=num_judged,
         worst=worst,
     )
-    return Outcome(result, tuple(findings))
+    return CheckOutcome(result, tuple(findings))
 
 
 def _measure_losses(
-    shown: Shown, moe: MoE, step: int, of_step: Sequence[Mapping[str, RouterStep]]
+    shown: ShownTensors, moe: MoE, step: int, of_step: Sequence[Mapping[str, RouterStep]]
 ) -> Iterator[tuple[Term, _Measured]]:
     """Yield the measured gradients of the losses at each router."""
     lengths = find_lengths(shown.case.recipe, step)
@@ -375,7 +383,7 @@ def _list_forms(
 
 
 def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | None, Form]:
-    """Return the factor and form of which a gradient (E) is a multiple; None for no form."""
+    """Return the form that a gradient (E) is a multiple of, after the factor; None and "" if there is none."""
     size = float(actual.norm())
     if size == 0.0:
         return 0.0, ""
@@ -441,7 +449,7 @@ def _is_known(each: _Measured) -> bool:
     return _STEADY * each.bound <= _KNOWN * factor or factor <= each.bound
 
 
-def _make_finding(shown: Shown, step: int, term: Term, wrong: Sequence[_Measured]) -> Finding:
+def _make_finding(shown: ShownTensors, step: int, term: Term, wrong: Sequence[_Measured]) -> Finding:
     # If the gradient at a router's outputs is wrong, its effect on the weight adds no information.
     wrong = [each for each in wrong if not each.in_router] or wrong
     ranks = tuple(sorted({each.rank for each in wrong}))

@@ -20,7 +20,15 @@ from moeverify.results.facts import AxisUse, AxisUses, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
 from moeverify.verification.checks.placed import find_elsewhere, find_misplaced
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Key
@@ -46,7 +54,7 @@ def count_issued(records: Sequence[CollectiveRecord]) -> Issued:
     )
 
 
-def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
+def list_uses(shown: ShownTensors, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
     """Return the use of each axis with more than one rank."""
     plan = MeshPlan.of(shown.case.layout)
     weights = [tensor for (_, kind, _), tensor in shown.tensors.items() if kind == Kind.INITIAL_WEIGHT]
@@ -72,7 +80,7 @@ def list_uses(shown: Shown, reports: Sequence[Issued]) -> tuple[AxisUse, ...]:
     return tuple(uses)
 
 
-def find_unused(shown: Shown, uses: Sequence[AxisUse]) -> list[Finding]:
+def find_unused(shown: ShownTensors, uses: Sequence[AxisUse]) -> list[Finding]:
     """Return a finding for each unused axis that the case does not list in `allow_replicated`."""
     plan = MeshPlan.of(shown.case.layout)
     return [
@@ -148,7 +156,7 @@ class Sharding(Check[Issued]):
         """Return a watch that counts collectives, under a user's own `parallelize`; see `Check`."""
         return _StepCollectives(run.trace) if run.case.layout.parallelize is not None else None
 
-    def judge(self, shown: Shown, reports: Sequence[Issued]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Issued]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each axis without effect; see `Check`."""
         if all(step != INITIAL for step, _, _ in shown.tensors):
             return None  # a run that starts with a load does not show its initial state
@@ -165,7 +173,7 @@ class Sharding(Check[Issued]):
         return make_outcome(CheckName.SHARDING, findings, num_axes, facts=AxisUses(axes=uses))
 
 
-def judge_claims(shown: Shown, claims: Mapping[str, Claim]) -> Outcome:
+def judge_claims(shown: ShownTensors, claims: Mapping[str, Claim]) -> CheckOutcome:
     """Return whether each axis shards the tensors it claims, in each of its groups."""
     findings: list[Finding] = []
     for axis, claim in claims.items():

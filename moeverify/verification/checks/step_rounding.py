@@ -1,4 +1,4 @@
-"""Bounds on the rounding of a recomputed optimizer step, and on the values that a dtype may store of it."""
+"""Bounds on the rounding of a recomputed optimizer step, and on its values after storage in a dtype."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _join_numbers(values: Sequence[tuple[Tensor | float, Tensor]]) -> Tensor | f
 
 
 @dataclass(frozen=True)
-class Rounding:
+class DtypeRounding:
     """Rounding of a dtype: half a unit in the last place of 1, and the smallest normal number.
 
     Smaller values may be rounded to zero. `arithmetic` is the unit of the dtype in which kernels compute.
@@ -75,7 +75,7 @@ class Rounding:
     dtype: torch.dtype | None = None
 
     @classmethod
-    def of(cls, dtypes: Collection[torch.dtype]) -> Rounding:
+    def of(cls, dtypes: Collection[torch.dtype]) -> DtypeRounding:
         """Return the rounding of the coarsest dtype."""
         infos = [torch.finfo(dtype) for dtype in dtypes]
         unit = 0.5 * max(info.eps for info in infos)

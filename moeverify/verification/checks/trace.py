@@ -12,12 +12,27 @@ from moeverify.cases.axes.groups import name_ranks
 from moeverify.cases.schema import Case
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
-from moeverify.results.facts import CollectiveFacts, NumCollectives
+from moeverify.results.facts import NumCollectives
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
 from moeverify.train.program import Program
-from moeverify.verification.checks.base import Check, Outcome, RankRun, Role, Shown, Watch, make_outcome
-from moeverify.verification.collectives.ledger import Disagreement, Entry, Page, Stream, find_unequal, locate
+from moeverify.verification.checks.base import (
+    Check,
+    CheckOutcome,
+    RankRun,
+    Role,
+    ShownTensors,
+    Watch,
+    make_outcome,
+)
+from moeverify.verification.collectives.ledger import (
+    LedgerEntry,
+    Page,
+    Stream,
+    StreamMismatch,
+    find_unequal,
+    locate,
+)
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.gather import gather_on_first
 
@@ -27,7 +42,7 @@ class Pages:
     """Count and hash of every stream of one rank, and its entries on streams in which ranks differ."""
 
     pages: Mapping[Stream, Page]
-    entries: Mapping[Stream, Sequence[Entry]]
+    entries: Mapping[Stream, Sequence[LedgerEntry]]
 
 
 class _TraceReport(Watch[Pages]):
@@ -55,7 +70,7 @@ class Trace(Check[Pages]):
         """Return a watch that reports the trace; see `Check`."""
         return _TraceReport(run.trace)
 
-    def judge(self, shown: Shown, reports: Sequence[Pages]) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Sequence[Pages]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each group whose ranks disagree; see `Check`."""
         if not reports:
             return None
@@ -72,19 +87,10 @@ class Trace(Check[Pages]):
         return make_outcome(self.name, findings, len(streams), facts=NumCollectives(most=most))
 
 
-def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
-    stream = disagreement.stream
+def _make_finding(case: Case, mismatch: StreamMismatch) -> Finding:
+    stream = mismatch.stream
     axis = stream.axis or name_ranks(case, stream.ranks)
-    odd = disagreement.find_odd()
-    facts = CollectiveFacts(
-        axis=axis,
-        ranks=stream.ranks,
-        number=disagreement.number,
-        issues=disagreement.list_issues(),
-        counts=dict(disagreement.counts),
-        is_message=stream.is_message,
-        group=stream.group,
-    )
+    odd = mismatch.find_odd()
     return Finding(
         check=CheckName.TRACE,
         tensor=_name_stream(stream, axis),
@@ -94,7 +100,7 @@ def _make_finding(case: Case, disagreement: Disagreement) -> Finding:
         error=1.0,
         bound=0.0,
         code=Cause.COLLECTIVES,
-        facts=facts,
+        facts=mismatch.describe(axis),
         place=Place(ranks=(odd,), axes=(axis,)),
     )
 

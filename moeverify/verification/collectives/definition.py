@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from moeverify.results.collective_name import Collective
+from moeverify.results.collective_name import CollectiveName
 from moeverify.results.collective_run import Parts, RankTransfer, TensorSpan, Transfer, flatten
 
 Sizes = Sequence[Sequence[int]]
 """Sizes[r][s]: number of elements that rank r has for rank s."""
 
-TAKES_SPLITS: Mapping[Collective, int] = {
-    Collective.ALL_TO_ALL: 2,
-    Collective.ALL_GATHER: 1,
-    Collective.REDUCE_SCATTER: 1,
+TAKES_SPLITS: Mapping[CollectiveName, int] = {
+    CollectiveName.ALL_TO_ALL: 2,
+    CollectiveName.ALL_GATHER: 1,
+    CollectiveName.REDUCE_SCATTER: 1,
 }
 """Collectives with parts of unequal size: 2 if each pair of ranks has a size, 1 if each rank has a size."""
 
 
-def define_transfer(collective: Collective, sizes: Sizes, source: int = 0) -> Transfer:
+def define_transfer(collective: CollectiveName, sizes: Sizes, source: int = 0) -> Transfer:
     """Return the inputs and expected outputs of each rank.
 
     Shapes: all_to_all has `sizes` (n, n), where row r holds the sizes that rank r sends. The others have
@@ -37,7 +37,9 @@ def define_transfer(collective: Collective, sizes: Sizes, source: int = 0) -> Tr
     all_reduce and broadcast.
     """
     inputs, outputs, back = _RULES[collective](sizes, source)
-    padded = collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER) and len(set(sizes[0])) > 1
+    padded = (
+        collective in (CollectiveName.ALL_GATHER, CollectiveName.REDUCE_SCATTER) and len(set(sizes[0])) > 1
+    )
     return Transfer(
         collective=collective,
         source=source,
@@ -74,7 +76,7 @@ def _exchange(sizes: Sizes, source: int) -> _Defined:
 
 
 def _gather(sizes: Sizes, source: int) -> _Defined:
-    """Define all_gather. The gradient of a part is the sum of the slices that all ranks have of it."""
+    """Define all_gather. The gradient of a part is the sum of all ranks' slices of it."""
     (row,) = sizes
     inputs = _number_all([[size] for size in row])
     outputs = [tuple(parts[0] for parts in inputs)] * len(row)
@@ -111,12 +113,12 @@ def _copy(sizes: Sizes, source: int) -> _Defined:
     return inputs, [inputs[source]] * len(row), [total if r == source else unused for r in range(len(row))]
 
 
-_RULES: Mapping[Collective, Callable[[Sizes, int], _Defined]] = {
-    Collective.ALL_TO_ALL: _exchange,
-    Collective.ALL_GATHER: _gather,
-    Collective.REDUCE_SCATTER: _scatter_sum,
-    Collective.ALL_REDUCE: _sum_all,
-    Collective.BROADCAST: _copy,
+_RULES: Mapping[CollectiveName, Callable[[Sizes, int], _Defined]] = {
+    CollectiveName.ALL_TO_ALL: _exchange,
+    CollectiveName.ALL_GATHER: _gather,
+    CollectiveName.REDUCE_SCATTER: _scatter_sum,
+    CollectiveName.ALL_REDUCE: _sum_all,
+    CollectiveName.BROADCAST: _copy,
 }
 
 

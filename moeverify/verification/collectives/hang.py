@@ -54,7 +54,7 @@ def find_waits(traces: Traces, places: Mapping[int, str], ended: Collection[int]
         assert record is not None
         absent = [
             Absence(rank=rank, how=_find_how(record, traces[rank], pending[rank]), waiting=waiting[rank])
-            for rank in _list_members(record)
+            for rank in record.needed_ranks
             if rank not in ranks and rank in traces
         ]
         waits.append(Wait(ranks=tuple(ranks), collective=record, absent=tuple(absent)))
@@ -69,20 +69,13 @@ def _identify(record: CollectiveRecord) -> tuple[object, ...]:
 
 
 def find_open(trace: Sequence[CollectiveRecord]) -> CollectiveRecord | None:
-    """Return the collective in which a rank waits, or out of which the exception came that ended it."""
+    """Return the collective in which a rank waits, or which raised the exception that ended the rank."""
     return next(iter([*find_all_open(trace), *(each for each in trace[-1:] if each.state == "failed")]), None)
 
 
 def find_all_open(trace: Sequence[CollectiveRecord]) -> list[CollectiveRecord]:
     """Return the collectives that a rank has issued and that have not ended, oldest first."""
     return [record for record in trace if record.state == "started"]
-
-
-def _list_members(record: CollectiveRecord) -> tuple[int, ...]:
-    """Return the global ranks that a collective requires."""
-    if not record.is_point_to_point:
-        return record.group
-    return (record.group[record.peer],) if 0 <= record.peer < len(record.group) else ()
 
 
 def _find_how(

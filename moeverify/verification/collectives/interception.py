@@ -59,7 +59,7 @@ OPERATORS = {
 }
 
 
-class Group(NamedTuple):
+class GroupIdentity(NamedTuple):
     """A process group: name, global ranks, mesh axis, and all of these as JSON in `head`.
 
     `own` is the index of this rank in the group. The default group serves every axis that contains all
@@ -106,7 +106,7 @@ class Collective:
     )
 
     def __init__(
-        self, operator: CollectiveOperator, group: Group, arguments: tuple[Any, ...], site: str
+        self, operator: CollectiveOperator, group: GroupIdentity, arguments: tuple[Any, ...], site: str
     ) -> None:
         tensors = [] if operator.tensors_at is None else list(flatten(arguments[operator.tensors_at]))
         self.operator = operator
@@ -244,7 +244,7 @@ def find_group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
     raise AssertionError("a collective without a group")
 
 
-def describe_group(handle: dist.ProcessGroup) -> Group:
+def describe_group(handle: dist.ProcessGroup) -> GroupIdentity:
     """Return a description of a group. Ranks of a group not made by torch.distributed count from 0."""
     try:
         ranks = list(dist.get_process_group_ranks(handle))
@@ -253,4 +253,4 @@ def describe_group(handle: dist.ProcessGroup) -> Group:
     name, made_for = handle.group_name, handle.group_desc
     axis = made_for.removeprefix("mesh_") if made_for.startswith("mesh_") else ""
     head = f'"group": {ranks}, "group_name": {json.dumps(name)}, "axis": {json.dumps(axis)}'
-    return Group(name, ranks, axis, handle.rank(), head)
+    return GroupIdentity(name, ranks, axis, handle.rank(), head)

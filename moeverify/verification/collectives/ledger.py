@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moeverify.results.facts import Issue
+from moeverify.results.facts import CollectiveFacts, Issue
 
 ROOM = 1 << 16
 _FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -39,7 +39,7 @@ class Page(NamedTuple):
     hash: int
 
 
-class Entry(NamedTuple):
+class LedgerEntry(NamedTuple):
     """One collective: the properties that must agree on all ranks, and the call site."""
 
     signature: str
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Disagreement:
+class StreamMismatch:
     """The first collective of a stream in which ranks differ: its number, from 1, and the entry of each rank.
 
     An entry is None if the rank issued no further collective. If `is_known` is false, the entries were no
@@ -56,15 +56,15 @@ class Disagreement:
 
     stream: Stream
     number: int
-    entries: Mapping[int, Entry | None]
+    entries: Mapping[int, LedgerEntry | None]
     counts: Mapping[int, int]
     is_known: bool = True
 
-    def list_issues(self) -> tuple[Issue, ...]:
+    def _list_issues(self) -> tuple[Issue, ...]:
         """Return the collectives issued at the disagreement, most common first, or () if they are unknown."""
         if not self.is_known:
             return ()
-        ranks_of: dict[Entry | None, list[int]] = {}
+        ranks_of: dict[LedgerEntry | None, list[int]] = {}
         for rank, entry in self.entries.items():
             ranks_of.setdefault(entry, []).append(rank)
         return tuple(
@@ -72,6 +72,18 @@ class Disagreement:
             if entry is not None
             else Issue(ranks=tuple(ranks), signature=None)
             for entry, ranks in sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+        )
+
+    def describe(self, axis: str) -> CollectiveFacts:
+        """Return the facts for a finding; `axis` names the mesh axis of the stream."""
+        return CollectiveFacts(
+            axis=axis,
+            ranks=self.stream.ranks,
+            number=self.number,
+            issues=self._list_issues(),
+            counts=dict(self.counts),
+            is_message=self.stream.is_message,
+            group=self.stream.group,
         )
 
     def find_odd(self) -> int:
@@ -89,14 +101,14 @@ class Ledger:
         self._room = room
         self._pages: dict[Stream, list[int]] = {}
         self._entries: dict[Stream, array[int]] = {}
-        self._kinds: dict[Entry, tuple[int, int]] = {}
-        self._names: list[Entry] = []
+        self._kinds: dict[LedgerEntry, tuple[int, int]] = {}
+        self._names: list[LedgerEntry] = []
 
     def note(self, stream: Stream, signature: str, site: str) -> int:
         """Record the next collective of a stream, and return its number in the stream, from 1."""
         kind = self._kinds.get((signature, site))  # type: ignore[call-overload]  # a tuple equals it
         if kind is None:
-            kind = self._learn(Entry(signature, site))
+            kind = self._learn(LedgerEntry(signature, site))
         page = self._pages.get(stream)
         if page is None:
             page = self._pages[stream] = [0, 0]
@@ -118,11 +130,11 @@ class Ledger:
         """Return the count and hash of every stream."""
         return {stream: Page(*page) for stream, page in self._pages.items()}
 
-    def entries(self, stream: Stream) -> list[Entry]:
+    def entries(self, stream: Stream) -> list[LedgerEntry]:
         """Return the recorded prefix of a stream."""
         return [self._names[number] for number in self._entries.get(stream, ())]
 
-    def _learn(self, entry: Entry) -> tuple[int, int]:
+    def _learn(self, entry: LedgerEntry) -> tuple[int, int]:
         digest = hashlib.blake2b(entry.signature.encode(), digest_size=8).digest()
         known = self._kinds[entry] = (len(self._names), int.from_bytes(digest) | 1)
         self._names.append(entry)
@@ -139,11 +151,13 @@ def find_unequal(by_rank: Sequence[Mapping[Stream, Page]]) -> list[Stream]:
     ]
 
 
-def locate(stream: Stream, counts: Mapping[int, int], entries: Mapping[int, Sequence[Entry]]) -> Disagreement:
+def locate(
+    stream: Stream, counts: Mapping[int, int], entries: Mapping[int, Sequence[LedgerEntry]]
+) -> StreamMismatch:
     """Return the first collective in which the ranks of a stream differ, given the entries each rank kept."""
     longest = max(map(len, entries.values()), default=0)
     for position in range(longest):
         here = {rank: kept[position] if position < len(kept) else None for rank, kept in entries.items()}
         if len({entry.signature if entry is not None else None for entry in here.values()}) > 1:
-            return Disagreement(stream, position + 1, here, counts)
-    return Disagreement(stream, longest + 1, dict.fromkeys(entries), counts, is_known=False)
+            return StreamMismatch(stream, position + 1, here, counts)
+    return StreamMismatch(stream, longest + 1, dict.fromkeys(entries), counts, is_known=False)

@@ -26,7 +26,7 @@ from moeverify.verification.collectives.interception import (
     OPERATORS,
     Collective,
     CollectiveOperator,
-    Group,
+    GroupIdentity,
     describe_group,
     find_group,
     find_storage,
@@ -61,7 +61,7 @@ class CollectiveTrace:
         self._collectives: deque[Collective] = deque(maxlen=capacity)
         self._open: deque[Collective] = deque(maxlen=capacity)
         self._counts: dict[Any, int] = {}
-        self._groups: dict[Any, Group] = {}
+        self._groups: dict[Any, GroupIdentity] = {}
         self._streams: dict[str, Stream] = {}
         self._number = 0
         self.ledger = Ledger()

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from moeverify.garbage import uncollected
 from moeverify.results.comparable import comparable
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.compare.difference import Difference
 
 Key = tuple[int, str, str]  # step, kind, name
@@ -25,12 +25,12 @@ class Assembled:
     """
 
     key: Key
-    shards: list[tuple[int, Entry]] = field(default_factory=list)
+    shards: list[tuple[int, ComparedShard]] = field(default_factory=list)
 
     @property
-    def distinct(self) -> dict[str, tuple[int, Entry]]:
+    def distinct(self) -> dict[str, tuple[int, ComparedShard]]:
         """Return, for each region, the replica with the largest difference from the golden."""
-        worst: dict[str, tuple[int, Entry]] = {}
+        worst: dict[str, tuple[int, ComparedShard]] = {}
         for rank, entry in self.shards:
             if entry.state == "absent" and entry.region in worst:
                 continue
@@ -64,7 +64,7 @@ class Assembled:
             found.setdefault(rank, set()).add(entry.region)
         return {rank: frozenset(regions) for rank, regions in found.items()}
 
-    def worst_shard(self) -> tuple[int, Entry]:
+    def worst_shard(self) -> tuple[int, ComparedShard]:
         """Return the shard whose largest element error is the largest."""
         return max(self.shards, key=lambda shard: comparable(_largest(shard[1])))
 
@@ -75,7 +75,7 @@ class Assembled:
         return tuple(dict.fromkeys(found))
 
 
-def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> dict[Key, Assembled]:
+def assemble(by_rank: Sequence[Iterable[ComparedShard]], order: Mapping[str, int]) -> dict[Key, Assembled]:
     """Return the shards of all ranks by logical tensor, ordered by step and by kind.
 
     `by_rank` has the entries of each rank, in rank order. `order` maps each kind to its position in a step.
@@ -89,9 +89,9 @@ def assemble(by_rank: Sequence[Iterable[Entry]], order: Mapping[str, int]) -> di
     return dict(sorted(found.items(), key=lambda item: (item[0][0], order[item[0][1]])))
 
 
-def _size(entry: Entry) -> float:
+def _size(entry: ComparedShard) -> float:
     return math.inf if entry.difference.num_nonfinite else entry.difference.sum_error2
 
 
-def _largest(entry: Entry) -> float:
+def _largest(entry: ComparedShard) -> float:
     return math.inf if entry.difference.num_nonfinite else entry.difference.max_error

@@ -38,7 +38,7 @@ class Differences:
     """The results of `measure` for each added pair of tensors."""
 
     def __init__(self) -> None:
-        self._rows = _Rows()
+        self._rows = _OrderedResults()
         self._rooms: dict[torch.device, _Room] = {}
 
     def add(self, expected: Tensor | None, actual: Tensor) -> None:
@@ -76,11 +76,11 @@ class Differences:
         return self._rows.all(self._rooms.values(), (NUM_STATISTICS,), torch.float64)
 
 
-class Fingerprints:
+class BitFingerprints:
     """The `fingerprint_bits` of each added tensor."""
 
     def __init__(self) -> None:
-        self._rows = _Rows()
+        self._rows = _OrderedResults()
         self._rooms: dict[torch.device, _Room] = {}
 
     def add(self, local: Tensor) -> None:
@@ -109,7 +109,7 @@ class Fingerprints:
         return self._rows.all(self._rooms.values(), (), torch.int64)
 
 
-class _Rows:
+class _OrderedResults:
     """Results by index, filled in any order."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class _Room:
         self._sizes: list[int] = []
         self._used = 0
 
-    def take(self, size: int, count: int, rows: _Rows) -> Tensor:
+    def take(self, size: int, count: int, rows: _OrderedResults) -> Tensor:
         """Return writable space for `count` tensors of `size` elements: (num_rows, count, size)."""
         if self._used + size * count > _ROOM:
             self.empty(rows)
@@ -163,7 +163,7 @@ class _Room:
         self._numbers += [rows.reserve() for _ in range(count)]
         return self.data[:, start : self._used].view(-1, count, size)
 
-    def empty(self, rows: _Rows) -> None:
+    def empty(self, rows: _OrderedResults) -> None:
         if self._sizes:
             sizes = torch.tensor(self._sizes, device=self.data.device)
             rows.fill(self._numbers, self._work(self.data[:, : self._used], sizes))

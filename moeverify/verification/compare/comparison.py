@@ -15,11 +15,11 @@ from torch import Tensor
 from moeverify.parallel.regions.observer import Named
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
-from moeverify.verification.compare.batch import Differences, Fingerprints
+from moeverify.verification.compare.batch import BitFingerprints, Differences
 from moeverify.verification.compare.difference import Difference, Measured, Read
 
 
-class Reference(Protocol):
+class ExpectedValues(Protocol):
     """A source of expected values: a stored golden, or any other object that reads regions."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
@@ -37,7 +37,7 @@ class _Measurer(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedShard:
     """The comparison of one shard of one rank.
 
     `bits` is a hash of the exact local values; replicas of a region must have equal hashes. `state` is
@@ -67,7 +67,7 @@ class Comparison:
     On a GPU, shards are compared asynchronously, so that the run never waits for the device.
     """
 
-    def __init__(self, reference: Reference, *, hash_bits: bool = True) -> None:
+    def __init__(self, reference: ExpectedValues, *, hash_bits: bool = True) -> None:
         self._reference = reference
         self._hash_bits = hash_bits
         self._pending: list[tuple[int, str, str, Region, bool, tuple[int, ...], _Measurer]] = []
@@ -98,7 +98,7 @@ class Comparison:
     def begin_step(self, step: int) -> None:
         """Do nothing, because each observation names its step."""
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[ComparedShard]:
         """Yield one entry per shard, in the order of observation."""
         found = {id(measurer): measurer.results() for measurer in self._measurers.values()}
         for step, kind, name, region, absent, local_shape, measurer in self._pending:
@@ -107,7 +107,7 @@ class Comparison:
             state = "absent" if absent else "compared" if known else "unexpected"
             difference = Difference.from_statistics(measured.statistics)
             index = region.global_index(int(difference.position)) if difference.max_error > 0 else ()
-            yield Entry(
+            yield ComparedShard(
                 step,
                 kind,
                 name,
@@ -150,7 +150,7 @@ class _AtOnce:
 
     def __init__(self, hash_bits: bool) -> None:
         self._differences = Differences()
-        self._bits = Fingerprints() if hash_bits else None
+        self._bits = BitFingerprints() if hash_bits else None
         self._known: list[bool] = []
         self._numbers: list[tuple[Read, Tensor]] = []
 

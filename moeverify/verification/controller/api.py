@@ -174,7 +174,7 @@ def name_function(function: Function, field: str) -> str:
     elif module == "__main__":
         reason = f"`{name}` stands in the script that runs"
     elif isinstance(function, FunctionType | type):
-        reason = f"`{module}:{name}` is not what stands in its module under this name"
+        reason = f"`{module}:{name}` is not the object of this name in its module"
     else:
         reason = f"is an object of type {type(function).__name__}"
     remedy = "write it as a function at the top of a module: the ranks are other processes and import it"

@@ -24,11 +24,11 @@ _SHORT = 10  # hex digits of a hash
 
 
 @dataclass
-class Search:
+class CommitSearch:
     """One search in the history of a repository; `folder` is an empty worktree for the state of git.
 
-    `on_event` receives an event for each commit that is judged. `num_jobs` commits are judged at a time: the
-    next one, and those that come after it whatever its verdict.
+    `on_event` receives an event for each commit that is judged. `num_jobs` commits are judged concurrently:
+    the next one, and its successors for either verdict.
     """
 
     repository: Repository
@@ -43,7 +43,7 @@ class Search:
     def find(self, good: str, bad: str) -> Bisection:
         """Return the first bad commit after `good`, an ancestor of `bad` or of a merge base with it.
 
-        Raises: CaseError if an end has not the verdict that it should have, or if git cannot go on.
+        Raises: CaseError if `good` or `bad` gets the wrong verdict, or if git cannot go on.
         """
         bisection = GitBisection(self.repository, self.folder)
         kind = self._check_ends(good, bad)
@@ -132,7 +132,7 @@ class Search:
 
 
 def _name_term(judgement: CommitJudgement, kind: str) -> str:
-    """Return the word of `git bisect` for a verdict. Another failure than that of BAD says nothing."""
+    """Return the word of `git bisect` for a verdict. A failure other than that of BAD decides nothing."""
     if judgement.verdict == "pass":
         return "good"
     return "bad" if judgement.verdict == kind else "skip"

@@ -169,7 +169,7 @@ def run_clean(
 ) -> list[CleanRow]:
     """Return one row per clean run. Any verdict but `pass` is a false positive or an incomplete run.
 
-    Runs that are in `kept` are not repeated, and new rows are added to it.
+    Skips the runs in `kept`, and adds new rows to it.
     """
     groups = {case.name: group for group, case, _ in runs}
     left = [(case, null) for _, case, null in runs if case.name not in kept.rows]

@@ -8,8 +8,8 @@ from typing import Literal
 from moeverify.errors import MachineError, RankFailure
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.note import describe_obstacle
-from moeverify.results.collective_name import Collective
-from moeverify.results.collective_run import CollectiveRun, RankValues
+from moeverify.results.collective_name import CollectiveName
+from moeverify.results.collective_run import CollectiveRun, RankOutput
 from moeverify.results.obstacle import TooFewRanks
 from moeverify.verification.collectives.definition import Sizes, define_transfer
 from moeverify.verification.controller.machine import Machine
@@ -23,7 +23,7 @@ TIMEOUT = 120.0
 
 
 def run_collective(
-    collective: Collective,
+    collective: CollectiveName,
     sizes: Sizes,
     *,
     num_ranks: int,
@@ -65,7 +65,7 @@ def run_collective(
     return CollectiveRun(transfer=transfer, values=values, environment=machine.describe([num_ranks]))
 
 
-def _read_values(outcome: JobOutcome) -> tuple[RankValues, ...] | str:
+def _read_values(outcome: JobOutcome) -> tuple[RankOutput, ...] | str:
     """Return the values of each rank, or a message if the job failed."""
     answer = read_outcome(outcome, CollectiveResult)
     if isinstance(answer, CollectiveResult):

@@ -130,7 +130,7 @@ def _find_folder(name: str) -> Path | None:
 
 
 @dataclass
-class Slot:
+class Worktree:
     """A worktree in which one commit at a time is verified; `scratch` has its log and its result."""
 
     case: CommitCase
@@ -242,7 +242,7 @@ class CommitJudge:
 
     case: CommitCase
     cache: JudgementCache
-    slots: Sequence[Slot]
+    slots: Sequence[Worktree]
     notes: list[str] = field(default_factory=list)
     _lacking: dict[str, list[str]] = field(default_factory=dict)
 
@@ -257,7 +257,7 @@ class CommitJudge:
                 stack.enter_context(case.repository.worktree(worktree, checkout=False))
                 own = scratch / f"run{number}"
                 # Two commits may have different models of one name.
-                slot = Slot(case, worktree, own, own / "cache" if num_jobs > 1 else None)
+                slot = Worktree(case, worktree, own, own / "cache" if num_jobs > 1 else None)
                 stack.callback(slot.stop)
                 slots.append(slot)
             yield cls(case, cache, slots)

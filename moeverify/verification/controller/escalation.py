@@ -124,7 +124,7 @@ def escalate(
 
 
 def _widen(options: RunOptions, asked: Mapping[str, Sequence[Case]]) -> RunOptions:
-    """Return the options of the wider cases, which are under the faults of the case that asked for them."""
+    """Return the options of the wider cases; each has the faults of its original case."""
     faults = {
         wide.name: fault
         for name, wides in asked.items()
@@ -249,7 +249,7 @@ def choose_confirming(case: Case, result: CaseResult, confirming: Mapping[str, C
 
 
 def _has_held_choices(result: CaseResult) -> bool:
-    """Return whether ranks took choices near a tie, as of experts, from one device."""
+    """Return whether ranks took choices near a tie, such as experts, from one device."""
     facts = [check.facts for check in result.checks]
     return any(isinstance(each, ReplayedModules) and each.num_held > 0 for each in facts)
 
@@ -259,7 +259,7 @@ def _compute_dtype_of(case: Case) -> str:
 
 
 def _keeps_dtype(answer: CaseResult, dtype: str) -> bool:
-    """Return whether a wider run has computed in the dtype of the case itself, as user code may that fixes it."""
+    """Return whether a wider run computed in the dtype of the case; user code may fix the dtype."""
     facts = [finding.facts for finding in answer.findings]
     return any(isinstance(each, DtypeFacts) and each.dtype == dtype for each in facts)
 
@@ -366,10 +366,10 @@ def confirm(case: CaseResult, precision: Precision, answer: CaseResult, own: str
     """Return a passing or undecided case with the outcome of its run in a wider precision.
 
     If nothing differs there, the case gets a note; if that run is decided, an undecided case passes.
-    Otherwise the result is that of the wider run as a whole, since the passing checks of the case say nothing
-    about these findings. User code may legitimately round. With a step function of the user the wider run
-    counts only if the gradients agree and the results of the step differ. No difference of a wider run counts
-    that computes in `own`, the dtype of the case.
+    Otherwise the wider run gives the whole result, since the passing checks of the case do not cover these
+    findings. User code may legitimately round. With a step function of the user the wider run counts only if
+    the gradients agree and the results of the step differ. A wider run that computes in `own`, the dtype of
+    the case, is ignored.
     """
     if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
         return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
@@ -407,10 +407,10 @@ def _is_of_step_alone(answer: CaseResult) -> bool:
 def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]], own: str = "") -> CaseResult:
     """Return a case merged with its results in wider precisions, given from narrow to wide.
 
-    The leading finding of a wider precision leads if it rates higher than that of the case. The less
-    certain findings of the case then follow from it. Among equal ratings the widest precision wins. The
-    operators are from the widest precision that has any. A wider run that computes in `own`, the dtype of the
-    case, only adds a note.
+    The leading finding of a wider precision leads if it has a higher rating than the leading finding of the
+    case. The less certain findings of the case then follow from it. Among equal ratings the widest precision
+    wins. The operators are from the widest precision that has any. A wider run that computes in `own`, the
+    dtype of the case, only adds a note.
     """
     narrow = [precision for precision, answer in answers if _keeps_dtype(answer, own)]
     answers = [each for each in answers if each[0] not in narrow]

@@ -15,7 +15,7 @@ from moeverify.verification.controller import escalation
 from moeverify.verification.controller.escalation import change_precision as change_case
 from moeverify.verification.controller.escalation import escalate, find_confirming, try_precision
 from moeverify.verification.controller.options import RunOptions
-from moeverify.verification.controller.reshard import Pair, run_pairs
+from moeverify.verification.controller.reshard import LayoutPair, run_pairs
 from moeverify.verification.controller.run import run_cases
 
 LOSS_CURVE = 1e-3
@@ -31,7 +31,7 @@ def run_faults(
 ) -> list[FaultRow]:
     """Return one row per fault, in order.
 
-    No golden is required, since each case is compared to a single device.
+    It needs no golden: it compares each case with a single device.
 
     With `escalates`, findings without a cause and passing faults are run in wider precisions, as in
     `moeverify run`, and `on_wider` receives the events of these runs. The losses are always from the
@@ -85,10 +85,10 @@ def _run_saved(
     return [] if result is None else list(result.cases)
 
 
-def make_pair(fault: Fault) -> Pair:
+def make_pair(fault: Fault) -> LayoutPair:
     """Return the save and load cases of a checkpoint fault."""
     assert fault.saver is not None
-    return Pair(_case_of(fault.saver, fault, " saves"), _case_of(fault.case, fault, " loads"))
+    return LayoutPair(_case_of(fault.saver, fault, " saves"), _case_of(fault.case, fault, " loads"))
 
 
 def _case_of(case: Case, fault: Fault, role: str = "") -> Case:

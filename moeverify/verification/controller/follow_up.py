@@ -104,7 +104,7 @@ def merge(case: Case, finding: Finding, asked: Case, answer: CaseResult) -> Find
 def find_left(before: Explanation, after: Explanation, degrees: Mapping[str, int]) -> tuple[Product, ...]:
     """Return the candidates of `before` that also explain the finding `after` of another layout.
 
-    `degrees` are those of the other layout. A missing reduction must be missing over the same axis there. A
+    `degrees` belong to the other layout. A missing reduction must be missing over the same axis there. A
     factor must have the value that the candidate product has there.
     """
     if isinstance(before.operation, Unreduced):

@@ -24,7 +24,7 @@ _SKIPPED = "# only skipped commits left to test"
 _CANDIDATE = re.compile(r"^# possible first bad commit: \[([0-9a-f]+)\]", re.MULTILINE)
 _STEPS = re.compile(r"bisect_steps=(\d+)")
 _NUMBER = re.compile(r"bisect_all=(\d+)")
-# Variables by which a hook of git points every git command at one repository.
+# A git hook sets these variables, which point every git command at one repository.
 _FOREIGN = (
     "GIT_DIR",
     "GIT_WORK_TREE",
@@ -141,7 +141,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class GitBisection:
-    """A search of `git bisect` in a linked worktree without files. Skips and merges are those of git."""
+    """A search of `git bisect` in a linked worktree without files. git handles skips and merges."""
 
     repository: Repository
     folder: Path
@@ -172,7 +172,7 @@ class GitBisection:
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Return the commits of which one is the first bad one, if only skipped ones are left to judge."""
+        """Return the candidates for the first bad commit, if only skipped commits are left to judge."""
         log = self._read_log()
         return tuple(_CANDIDATE.findall(log)) if _SKIPPED in log else ()
 

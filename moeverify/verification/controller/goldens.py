@@ -197,7 +197,7 @@ def _name_golden(case: Case, code: str, mark: str = "") -> str:
 def _limit_of(case: Case, options: RunOptions) -> float | None:
     """Return the limit of a golden in seconds: the option's, or one that the case sets itself.
 
-    A short limit is meant for a hang of the ranks, and leaves one device the time that a case has by default.
+    A short limit is meant to catch hangs of ranks, so one device still gets the default time of a case.
     """
     if options.timeout is not None:
         return options.timeout

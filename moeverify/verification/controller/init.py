@@ -15,8 +15,8 @@ from moeverify.cases.document import parse_text
 from moeverify.cases.function import examine_function
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, MachineError, Problem
+from moeverify.report.failed_ranks import find_reason
 from moeverify.report.files import write_atomically
-from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause
 from moeverify.results.cause import Cause
 from moeverify.results.factory import Refused, TriedModel

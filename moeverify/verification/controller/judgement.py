@@ -16,8 +16,8 @@ from moeverify.checksum import seal
 from moeverify.errors import FormatError
 from moeverify.json_file import JsonFile
 from moeverify.report.brief import list_lines
+from moeverify.report.failed_ranks import find_reason
 from moeverify.report.files import write_atomically
-from moeverify.report.stacks import find_reason
 from moeverify.report.words.cause import describe_cause
 from moeverify.results.bisection import CommitJudgement
 from moeverify.results.run import CaseResult

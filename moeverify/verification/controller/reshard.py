@@ -21,7 +21,7 @@ FURTHER_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Pair:
+class LayoutPair:
     """A saving and a loading layout of the same recipe."""
 
     saver: Case
@@ -38,7 +38,7 @@ class Pair:
         return self.loader.model_copy(update={"name": self.name, "checkpoint": self.saver.checkpoint})
 
 
-def make_pairs(cases: Sequence[Case]) -> list[Pair]:
+def make_pairs(cases: Sequence[Case]) -> list[LayoutPair]:
     """Return all ordered pairs of the cases of each recipe, including a single device.
 
     Raises: CaseError when a recipe has too few steps before and after the save.
@@ -53,7 +53,7 @@ def make_pairs(cases: Sequence[Case]) -> list[Pair]:
     for given in by_recipe.values():
         has_single = any(case.layout.world_size == 1 for case in given)
         members = given if has_single else [_make_single(given[0], len(by_recipe) > 1), *given]
-        pairs += [Pair(saver, loader) for saver in members for loader in members]
+        pairs += [LayoutPair(saver, loader) for saver in members for loader in members]
     return pairs
 
 
@@ -74,7 +74,7 @@ def _make_single(case: Case, is_one_of_several: bool) -> Case:
 
 
 def run_pairs(
-    pairs: Sequence[Pair],
+    pairs: Sequence[LayoutPair],
     options: RunOptions,
     on_event: OnEvent,
     faults: Mapping[str, str] | None = None,
@@ -100,10 +100,10 @@ def run_pairs(
 
 
 def plan_tasks(
-    pairs: Sequence[Pair], options: RunOptions, faults: Mapping[str, str], folder: Path
+    pairs: Sequence[LayoutPair], options: RunOptions, faults: Mapping[str, str], folder: Path
 ) -> list[CaseTask]:
     """Return the tasks of these pairs, each save before its loads and with a separate folder."""
-    by_save: dict[tuple[str, str | None], list[Pair]] = {}
+    by_save: dict[tuple[str, str | None], list[LayoutPair]] = {}
     for pair in pairs:
         by_save.setdefault((pair.saver.name, faults.get(pair.name)), []).append(pair)
     tasks: list[CaseTask] = []

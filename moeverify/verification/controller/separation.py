@@ -88,7 +88,7 @@ def count_apart(case: Case, candidates: Sequence[Product], *, by_ranks: bool) ->
 
 
 def _list_changes(layout: Layout, most_ranks: int) -> Iterator[dict[str, int]]:
-    """Yield changes of the degrees of a layout, beginning with those of a single degree."""
+    """Yield changes of the degrees of a layout; changes of a single degree come first."""
     choices = {
         name: [size for size in _SIZES if size <= most_ranks and size != getattr(layout, name)]
         for name in _DEGREES

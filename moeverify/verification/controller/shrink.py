@@ -26,7 +26,7 @@ _MOST_AT_ONCE = 16
 
 @dataclass
 class Shrinking:
-    """The state of a search: `values` are those of the smallest case so far, `num_tried` counts cases."""
+    """The state of a search: `values` are fields of the smallest case so far, `num_tried` counts cases."""
 
     list_fields: ListFields
     shows: Shows

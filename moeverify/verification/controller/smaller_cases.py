@@ -128,7 +128,7 @@ class SmallerCases:
         return self.cache.make_key(["shrink", content, settings, digest.hexdigest()])
 
     def _show(self, event: Event, labels: dict[str, str]) -> None:
-        """Pass an event on with the changed fields in place of the name of a case."""
+        """Pass an event on, with the changed fields as the name of the case."""
         label = labels.get(event.case, event.case)
         self._num_ended += event.kind == "case-end"
         # A round has a known number of cases, the search has none.

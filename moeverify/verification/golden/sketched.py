@@ -1,8 +1,8 @@
 """Goldens of sketches: a record of megabytes for a model of any size.
 
-A tensor is stored whole if it is small, or if runs need its values, such as the experts of each token. Of any
-other tensor the file of its step has the sketch (`moeverify.parallel.regions.sketch`), with the hash of each
-block as a further column where a tensor must be equal bit for bit.
+A tensor is stored whole if it is small, or if runs need its values, such as the experts of each token. For
+any other tensor the file of its step has a sketch (`moeverify.parallel.regions.sketch`). If the tensor must
+match bit for bit, a further column has the hash of each block.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class SketchRecorder:
 def fingerprint(stored: Tensor) -> list[float]:
     """Return [norm, projection, projection] of a sketch, rounded to 13 digits, for the file in git.
 
-    The signs of the projections are others than those of `moeverify.verification.golden.fingerprint`.
+    The signs of the projections differ from those of `moeverify.verification.golden.fingerprint`.
     """
     total = stored[:, :WIDTH].sum(dim=0)
     numbers = [total[MOMENTS.index("square")].sqrt(), *total[len(MOMENTS) : len(MOMENTS) + 2]]

@@ -132,10 +132,9 @@ class GoldenWriter:
     ) -> None:
         """Write the index and rename the folder to its final name, replacing an older golden.
 
-        `sketches` has the logical shape of each tensor of which the files have the sketch, by `tensor_key`;
-        None in a golden of whole tensors.
-        If another process has finished the same golden in the meantime, its folder remains, because that
-        process reads it.
+        `sketches` maps the `tensor_key` of each sketched tensor to its logical shape; None in a golden of
+        whole tensors. If another process has finished the same golden in the meantime, its folder remains,
+        because that process reads it.
 
         Raises: OSError when the folder cannot be written or renamed.
         """

@@ -17,11 +17,11 @@ import torch
 
 from moeverify.cases.schema import Case, Recipe, Tolerance
 from moeverify.parallel.regions.observer import Observer
-from moeverify.results.facts import Use, names_operation
+from moeverify.results.facts import DtypeUse, names_operation
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program, compute_dtype_of
-from moeverify.verification.checks.base import ALONE, Check, RankRun, Shown, Training, Watch
+from moeverify.verification.checks.base import ALONE, Check, RankRun, ShownTensors, Training, Watch
 from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.checks.dtype_watch import DtypeWatch
 from moeverify.verification.checks.modules import list_unreproduced
@@ -30,7 +30,7 @@ from moeverify.verification.checks.observers import Unseen, open_observers
 from moeverify.verification.checks.registry import choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.golden.store import Dtypes, GoldenWriter, OwnResult, StoredGolden
-from moeverify.verification.golden_run.narrow_rounding import NarrowParts
+from moeverify.verification.golden_run.narrow_rounding import NarrowPartsWatch
 from moeverify.verification.golden_run.noise import calibrate
 from moeverify.verification.golden_run.sketched import make_sketched_golden
 from moeverify.verification.golden_run.soundness import check_soundness
@@ -40,21 +40,21 @@ from moeverify.verification.golden_run.summary import summarize
 def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     """Return the dtypes of parameters, gradients, optimizer state, module outputs and residual streams.
 
-    They are those of the first training step. Modules of a user's model that compute below float64 in a
-    float64 recipe are included, and in 16 bits those that one device does not reproduce.
+    All are from the first training step. Modules of a user's model that compute below float64 in a float64
+    recipe are included, and in 16 bits those that one device does not reproduce.
     """
     program = assemble_single(recipe, device)
     watch = DtypeWatch(program.model, compute_dtype_of(recipe.precision), lambda number: ())
-    parts = NarrowParts(program.model, [shard.tensor for shard in program.shards])
+    parts = NarrowPartsWatch(program.model, [shard.tensor for shard in program.shards])
     if recipe.precision == "float64" and recipe.functions:
         program.loss_context = parts.noting
     _train_watched(recipe, program, watch)
     found = {sighting.key: sighting.dtype for sighting in watch.report()}
-    found |= {(Use.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
+    found |= {(DtypeUse.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
     left_out = list_unreproduced(
         recipe, device, partial(_train_watched, recipe, num_steps=min(2, recipe.steps))
     )
-    return found | {(Use.UNREPRODUCED, name, what): why for (name, what), why in left_out.items()}
+    return found | {(DtypeUse.UNREPRODUCED, name, part): why for (name, part), why in left_out.items()}
 
 
 def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any], num_steps: int = 1) -> None:
@@ -80,7 +80,7 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
             watches[check] = watch
     with open_observers(Training(recipe, program), Unseen(), (), list(watches.values())) as observer:
         train(recipe, program, observer)
-    shown = Shown(
+    shown = ShownTensors(
         case=case,
         coordinates={0: {}},
         tensors={},
@@ -131,7 +131,7 @@ def make_golden(
             writer.narrow()
             reference = StoredGolden(writer.flush(), finished=False)
         dtypes = record_dtypes(recipe, device)
-        has_narrow_parts = any(use == Use.NARROW for use, _, _ in dtypes)
+        has_narrow_parts = any(use == DtypeUse.NARROW for use, _, _ in dtypes)
         noise = calibrate(recipe, reference, checks, device, has_narrow_parts=has_narrow_parts)
         writer.finish(noise, summary, list_own_results(recipe, checks, device), dtypes)
 

@@ -104,7 +104,7 @@ class MovedRoundings(NarrowRoundings):  # type: ignore[no-untyped-call]
         return torch.where((rounded == rounded.round()) | ~moved.isfinite(), rounded, moved)
 
 
-class NarrowParts(NarrowRoundings):  # type: ignore[no-untyped-call]
+class NarrowPartsWatch(NarrowRoundings):  # type: ignore[no-untyped-call]
     """A context that notes the modules in whose forward passes such roundings are, and their dtypes.
 
     `found` maps the FQN of the innermost module, empty outside of all modules, to the narrowest dtype.

@@ -18,7 +18,7 @@ from moeverify.model.attention import MOST_SCORES
 from moeverify.model.init import fill
 from moeverify.model.transformer import Transformer
 from moeverify.parallel.regions.region import Region
-from moeverify.parallel.regions.sketch import WIDTH, Grid, sketch
+from moeverify.parallel.regions.sketch import WIDTH, BlockGrid, sketch
 from moeverify.results.golden import GoldenPlan
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import compute_dtype_of, dtype_of
@@ -91,7 +91,7 @@ def _count_record(parameters: Iterable[Tensor]) -> int:
     """Return the bytes that are stored of one tensor for each parameter, such as all gradients of a step."""
     total = 0
     for each in parameters:
-        blocks = WIDTH * Grid.of(tuple(each.shape)).num_blocks
+        blocks = WIDTH * BlockGrid.of(tuple(each.shape)).num_blocks
         total += _HEADER + _BYTES * (blocks if each.numel() > MOST_WHOLE else each.numel())
     return total
 

@@ -16,7 +16,7 @@ from moeverify.train.subjects import replays_routing
 from moeverify.verification.golden.noise import EPSILON, noise_key
 from moeverify.verification.golden.sketched import SketchRecorder
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
-from moeverify.verification.golden_run.streamed import StreamedRun, Visit
+from moeverify.verification.golden_run.streamed import StreamedRun, StreamVisit
 from moeverify.verification.golden_run.streamed_unit import Numerics
 from moeverify.verification.golden_run.summary import summarize
 from moeverify.verification.golden_run.update_noise import is_adaptive
@@ -69,7 +69,7 @@ def make_sketched_golden(
     folder: Path,
     device: torch.device,
     *,
-    on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None,
+    on_visit: Callable[[StreamVisit, float], None] = lambda visit, seconds: None,
 ) -> None:
     """Write the golden of a recipe as sketches, in the precision of its reference.
 

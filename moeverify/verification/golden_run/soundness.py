@@ -30,7 +30,7 @@ from moeverify.train.data import Share
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.target import is_users
-from moeverify.verification.compare.comparison import Comparison, Reference
+from moeverify.verification.compare.comparison import Comparison, ExpectedValues
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
@@ -78,7 +78,7 @@ class _Variant:
     remedy: str
 
 
-def check_soundness(recipe: Recipe, reference: Reference, device: torch.device) -> None:
+def check_soundness(recipe: Recipe, reference: ExpectedValues, device: torch.device) -> None:
     """Check that the answer of a user's model is independent of changes that every layout makes.
 
     `reference` has the golden's first step.

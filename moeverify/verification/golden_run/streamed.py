@@ -27,10 +27,10 @@ from moeverify.model.transformer import ModelOutput
 from moeverify.parallel.regions.observer import INITIAL, Observer
 from moeverify.results.checks import Kind
 from moeverify.train.clipping import clip_coefficient
-from moeverify.train.data import Batch, Share
+from moeverify.train.data import MicroBatch, Share
 from moeverify.train.forward import cross_entropy
 from moeverify.train.loop import SCALAR
-from moeverify.train.objective import Losses, Normalizers, Sums, count_valid, router_losses
+from moeverify.train.objective import GroupSums, Losses, Normalizers, count_valid, router_losses
 from moeverify.train.program import ReadableState
 from moeverify.train.routing import observe_routing, replay
 from moeverify.train.subjects import subject_of
@@ -46,34 +46,34 @@ Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Visit:
-    """One visit: `what` is embed, forward, head, backward, ends, total or update."""
+class StreamVisit:
+    """One visit: `stage` is embed, forward, head, backward, ends, total or update."""
 
     step: int
-    what: str
+    stage: str
     layer: int = ENDS
 
     @property
     def name(self) -> str:
         """Return the name of the file with the results."""
-        return f"{self.step}.{self.what}.{self.layer}"
+        return f"{self.step}.{self.stage}.{self.layer}"
 
 
-def list_visits(num_layers: int, num_steps: int) -> Iterator[Visit]:
+def list_visits(num_layers: int, num_steps: int) -> Iterator[StreamVisit]:
     """Yield the visits of a run in order."""
     for step in range(num_steps):
-        yield Visit(step, "embed")
-        yield from (Visit(step, "forward", layer) for layer in range(num_layers))
-        yield Visit(step, "head")
-        yield from (Visit(step, "backward", layer) for layer in reversed(range(num_layers)))
-        yield Visit(step, "ends")
-        yield Visit(step, "total")
-    yield from (Visit(num_steps, "update", layer) for layer in (ENDS, *range(num_layers)))
+        yield StreamVisit(step, "embed")
+        yield from (StreamVisit(step, "forward", layer) for layer in range(num_layers))
+        yield StreamVisit(step, "head")
+        yield from (StreamVisit(step, "backward", layer) for layer in reversed(range(num_layers)))
+        yield StreamVisit(step, "ends")
+        yield StreamVisit(step, "total")
+    yield from (StreamVisit(num_steps, "update", layer) for layer in (ENDS, *range(num_layers)))
 
 
 @dataclass
 class StreamedRun:
-    """A run of a recipe; `ids` replaces the routers' choice by that of a golden.
+    """A run of a recipe; `ids` replaces the routers' choice by the choice of a golden.
 
     `on_visit` gets each visit with its seconds when it has ended; 0 for a visit of an earlier process.
     """
@@ -84,7 +84,7 @@ class StreamedRun:
     folder: Path
     recorder: SketchRecorder = field(default_factory=SketchRecorder)
     ids: ReadableState | None = None
-    on_visit: Callable[[Visit, float], None] = lambda visit, seconds: None
+    on_visit: Callable[[StreamVisit, float], None] = lambda visit, seconds: None
 
     def __post_init__(self) -> None:
         """Read the reference model of the recipe."""
@@ -105,7 +105,7 @@ class StreamedRun:
                 continue
             began = time.monotonic()
             self._observer = self.recorder
-            found = getattr(self, f"_{visit.what}")(visit)
+            found = getattr(self, f"_{visit.stage}")(visit)
             for key, tensor in self.recorder.take_new().items():
                 found[_SEEN + key] = tensor
                 shape = self.recorder.shapes.get(key.partition("/")[2])
@@ -124,76 +124,76 @@ class StreamedRun:
         shapes = {key.partition("/")[2]: tuple(each.tolist()) for key, each in sizes.items()}
         self.recorder.restore(seen, shapes)
 
-    def _read(self, visit: Visit, key: str, row: int | None = None) -> Tensor:
+    def _read(self, visit: StreamVisit, key: str, row: int | None = None) -> Tensor:
         """Return a result of an earlier visit, or one row of it, on the device."""
         if visit.name not in self._files:
             self._files[visit.name] = MappedFile(self.folder / f"{visit.name}.safetensors")
         tensor = self._files[visit.name].whole(key)
         return (tensor if row is None else tensor[row : row + 1]).to(self.device)
 
-    def _input(self, visit: Visit) -> Visit:
+    def _input(self, visit: StreamVisit) -> StreamVisit:
         """Return the visit with the hidden states that enter the unit of a visit in its step."""
         layer = self._spec.num_layers - 1 if visit.layer == ENDS else visit.layer - 1
-        return Visit(visit.step, "embed" if layer < 0 else "forward", layer)
+        return StreamVisit(visit.step, "embed" if layer < 0 else "forward", layer)
 
-    def _output(self, visit: Visit) -> Visit:
+    def _output(self, visit: StreamVisit) -> StreamVisit:
         """Return the visit with the gradient of the hidden states that leave the unit of a visit."""
         layer = 0 if visit.layer == ENDS else visit.layer + 1
         return (
-            Visit(visit.step, "head")
+            StreamVisit(visit.step, "head")
             if layer == self._spec.num_layers
-            else Visit(visit.step, "backward", layer)
+            else StreamVisit(visit.step, "backward", layer)
         )
 
-    def _batches(self, step: int) -> Iterator[Batch]:
+    def _batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield the rows of the batch, one by one."""
         subject, positions = subject_of(self.recipe), range(self.recipe.data.seq_len)
         for row in range(self.recipe.data.batch):
             yield subject.make_batch(step, Share(range(row, row + 1), positions), self.device)
 
     def _normalizers(self, step: int) -> Normalizers:
-        return count_valid(list(self._batches(step)), Sums(), self.recipe.data.batch)
+        return count_valid(list(self._batches(step)), GroupSums(), self.recipe.data.batch)
 
-    def _unit(self, visit: Visit) -> Unit:
+    def _unit(self, visit: StreamVisit) -> Unit:
         """Return the unit of a visit in its state before the step of the visit.
 
         The first visit after a step shows the results of that step.
         """
         unit = Unit(self.recipe, visit.layer, self.numerics, self.device)
-        is_first = visit.what in ("embed", "forward", "update")
+        is_first = visit.stage in ("embed", "forward", "update")
         if is_first and visit.step == 0:
             unit.show_initial(self.recorder, INITIAL)
         for step in range(visit.step):
-            past = Visit(step, "ends" if visit.layer == ENDS else "backward", visit.layer)
+            past = StreamVisit(step, "ends" if visit.layer == ENDS else "backward", visit.layer)
             self._observer = Unseen()
             self._add_gradients(unit, past)
             shown: Observer = self.recorder if is_first and step == visit.step - 1 else Unseen()
-            total = Visit(step, "total")
+            total = StreamVisit(step, "total")
             unit.update(self._read(total, "norm"), self._counts(past), shown)
         self._observer = self.recorder
         return unit
 
-    def _counts(self, visit: Visit) -> list[Tensor]:
+    def _counts(self, visit: StreamVisit) -> list[Tensor]:
         """Return the counts (E) of the router of a layer in a step; empty without a router."""
         has_router = (
             visit.layer != ENDS and self._moe is not None and visit.layer >= self._spec.num_dense_layers
         )
-        return [self._read(Visit(visit.step, "forward", visit.layer), "counts")] if has_router else []
+        return [self._read(StreamVisit(visit.step, "forward", visit.layer), "counts")] if has_router else []
 
-    def _pass(self, unit: Unit, batch: Batch, x: Tensor, step: int) -> ModelOutput:
+    def _pass(self, unit: Unit, batch: MicroBatch, x: Tensor, step: int) -> ModelOutput:
         if self.ids is not None:
             replay(self.recipe, unit.program.routers, batch, self.ids, step, self.device)
         output: ModelOutput = unit.stage(x, batch.positions, batch.valid)
         return output
 
-    def _embed(self, visit: Visit) -> Results:
+    def _embed(self, visit: StreamVisit) -> Results:
         module = self._unit(visit).embedding()
         with torch.no_grad():
             return {
                 "x": torch.cat([module(batch.tokens).logits.cpu() for batch in self._batches(visit.step)])
             }
 
-    def _forward(self, visit: Visit) -> Results:
+    def _forward(self, visit: StreamVisit) -> Results:
         unit = self._unit(visit)
         rows: list[Tensor] = []
         counts: list[Tensor] = []
@@ -206,7 +206,7 @@ class StreamedRun:
         found = {"x": torch.cat(rows)}
         return found | ({"counts": counts[0]} if counts else {})
 
-    def _head(self, visit: Visit) -> Results:
+    def _head(self, visit: StreamVisit) -> Results:
         """Compute the losses of the tokens, and the gradient of the hidden states that enter the head."""
         unit = self._unit(visit)
         for shard in unit.program.shards:
@@ -226,14 +226,14 @@ class StreamedRun:
             self.recorder.observe(visit.step, Kind.TOKEN_LOSS, "lm", token_loss, region)
         return {"dx": torch.cat(rows), "lm": total}
 
-    def _backward(self, visit: Visit) -> Results:
+    def _backward(self, visit: StreamVisit) -> Results:
         unit = self._unit(visit)
         found = self._add_gradients(unit, visit)
         return found | {"squares": unit.show_gradients(self.recorder, visit.step)}
 
     _ends = _backward
 
-    def _add_gradients(self, unit: Unit, visit: Visit) -> Results:
+    def _add_gradients(self, unit: Unit, visit: StreamVisit) -> Results:
         """Add the gradients of a step to a unit; return that of its input, and the router's losses."""
         if visit.layer == ENDS:
             return self._add_gradients_of_ends(unit, visit)
@@ -245,7 +245,7 @@ class StreamedRun:
             output = self._pass(unit, batch, x, visit.step)
             tensors, gradients = [output.logits], [self._read(self._output(visit), "dx", number)]
             if output.routers and self._moe is not None:
-                whole = Sums(over_batch=counts[0].view_as)
+                whole = GroupSums(over_batch=counts[0].view_as)
                 losses = router_losses(self._moe, output.routers, batch, normalizers, whole)
                 tensors.append(sum(losses, torch.zeros_like(losses[0])))
                 gradients.append(torch.ones_like(tensors[1]))
@@ -255,7 +255,7 @@ class StreamedRun:
             rows.append(x.grad.cpu())
         return {"dx": torch.cat(rows), "balance": sums[0].clone(), "z": sums[1].clone()}
 
-    def _add_gradients_of_ends(self, unit: Unit, visit: Visit) -> Results:
+    def _add_gradients_of_ends(self, unit: Unit, visit: StreamVisit) -> Results:
         normalizers = self._normalizers(visit.step)
         for number, batch in enumerate(self._batches(visit.step)):
             x = self._read(self._input(visit), "x", number)
@@ -265,12 +265,12 @@ class StreamedRun:
             embedded.backward(self._read(self._output(visit), "dx", number))
         return {}
 
-    def _total(self, visit: Visit) -> Results:
+    def _total(self, visit: StreamVisit) -> Results:
         """Add up the losses and the norm of all gradients."""
         step = visit.step
-        layers = [Visit(step, "backward", layer) for layer in range(self._spec.num_layers)]
-        squares = [self._read(each, "squares").cpu() for each in (Visit(step, "ends"), *layers)]
-        lm = self._read(Visit(step, "head"), "lm").cpu()
+        layers = [StreamVisit(step, "backward", layer) for layer in range(self._spec.num_layers)]
+        squares = [self._read(each, "squares").cpu() for each in (StreamVisit(step, "ends"), *layers)]
+        lm = self._read(StreamVisit(step, "head"), "lm").cpu()
         balance, z = (
             torch.stack([self._read(each, key).cpu() for each in layers]).sum() for key in ("balance", "z")
         )
@@ -283,6 +283,6 @@ class StreamedRun:
             self.recorder.observe(step, Kind.GRADIENT_NORM, "clip_coefficient", coefficient, SCALAR)
         return {"norm": norm}
 
-    def _update(self, visit: Visit) -> Results:
+    def _update(self, visit: StreamVisit) -> Results:
         self._unit(visit)
         return {"done": torch.ones(())}

@@ -1,8 +1,8 @@
 """One part of a model whose whole does not fit the device: a layer, or the embedding with the head.
 
-A unit never outlives a visit. Its parameters are drawn again from the seed, and its state after some steps is
-computed again from the activations and gradients at its ends, which are stored (`replay`). The memory of a
-golden is therefore that of one layer.
+A unit never outlives a visit. Each visit draws its parameters again from the seed. It recomputes its state
+after some steps from the stored activations and gradients at its ends (`replay`). A golden therefore needs
+the memory of one layer.
 """
 
 from __future__ import annotations

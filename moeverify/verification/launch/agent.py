@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from moeverify.garbage import uncollected
 from moeverify.verification.launch.die_with_parent import adopt_orphans, die_with, end_descendants
-from moeverify.verification.launch.plan import Plan, write_atomically
+from moeverify.verification.launch.plan import LaunchPlan, write_atomically
 from moeverify.verification.launch.world import set_interpreter
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main() -> None:
     """Run the ranks of the plan in `sys.argv[1]` and write `launch.json` if the launch fails."""
     die_with(int(sys.argv[2]))
     plan_path = Path(sys.argv[1])
-    plan = Plan.read(plan_path)
+    plan = LaunchPlan.read(plan_path)
     _set_up(plan.device, plan.search_path)
     run_agent(plan_path)
 
@@ -55,7 +55,7 @@ def prepare(entry: str, device: str, search_path: Sequence[str] = ()) -> None:
         preload(entry)
 
 
-def adopt(plan: Plan, file: int) -> None:
+def adopt(plan: LaunchPlan, file: int) -> None:
     """Take over the controller's environment, folder and search path in a forked agent.
 
     `file` is a descriptor of the JSON that `forked_agents` writes.
@@ -73,10 +73,10 @@ def adopt(plan: Plan, file: int) -> None:
 
 def run_agent(plan_path: Path) -> None:
     """Run the ranks of a plan, wait for them, and exit. Requires a process that is already set up."""
-    plan = Plan.read(plan_path)
+    plan = LaunchPlan.read(plan_path)
     adopt_orphans()
     end = _launch(plan, plan_path)
-    end_descendants()  # what functions of users have forked
+    end_descendants()  # processes that users' functions have forked
     if end:
         write_atomically(plan.launch_folder / "launch.json", json.dumps(end))
     # Skip the interpreter teardown: after `import torch` it takes a third of a second and has no effect.
@@ -115,7 +115,7 @@ def _set_logging() -> None:
             logger.addHandler(logging.StreamHandler())
 
 
-def _launch(plan: Plan, plan_path: Path) -> dict[str, object]:
+def _launch(plan: LaunchPlan, plan_path: Path) -> dict[str, object]:
     """Run the ranks. Return a description of the failure, or an empty dict on success."""
     try:
         preload(plan.entry)

@@ -22,7 +22,7 @@ from moeverify.verification.jobs import WORKER
 from moeverify.verification.launch.agent import adopt, prepare, run_agent
 from moeverify.verification.launch.die_with_parent import die_with
 from moeverify.verification.launch.forked_agents import STOP, short_path
-from moeverify.verification.launch.plan import Plan
+from moeverify.verification.launch.plan import LaunchPlan
 
 _POLL = 0.01
 _LONGEST = 1 << 16
@@ -115,7 +115,7 @@ class _Server:
             return None
         plan_path = Path(data.decode())
         if not self._is_prepared:
-            plan = Plan.read(plan_path)
+            plan = LaunchPlan.read(plan_path)
             prepare(plan.entry, plan.device, plan.search_path)
             self._is_prepared = True
         server, (control_end, log, environment) = os.getpid(), streams
@@ -124,7 +124,7 @@ class _Server:
             for each in (*self._requests, *self._agents, *([self._listener] if self._listener else [])):
                 each.close()
             _become_agent(server, control_end, log)
-            adopt(Plan.read(plan_path), environment)
+            adopt(LaunchPlan.read(plan_path), environment)
             return plan_path
         control = socket.socket(fileno=control_end)
         for stream in (log, environment):

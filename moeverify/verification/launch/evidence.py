@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moeverify.results.failure import End, ProcessState, RankEnd
+from moeverify.results.failure import EndKind, ProcessState, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import read_flight
-from moeverify.verification.launch.root_cause_rank import Origin, find_origin
-from moeverify.verification.launch.stack import trim_stack
+from moeverify.verification.launch.root_cause_rank import RootCause, find_root_cause
+from moeverify.verification.launch.tracebacks import trim_stack
 
 _OUTPUT = "The end of its stderr:"
 _POINTS_UP = re.compile(r"\babove\b")
@@ -35,7 +35,7 @@ class Death:
     `first` is the first failed rank according to elastic, and `exits` the exit status by rank. A negative
     status is minus the signal number. `error` is the traceback of the launcher and `agent` its exit status.
     `frozen` holds the ranks that were stopped, traced or in uninterruptible sleep when their stacks were
-    requested. `gone` holds ranks without a process of which nothing else is known.
+    requested. `gone` holds ranks that have no process and left no other information.
     """
 
     agent: int | None = None
@@ -60,11 +60,11 @@ def read_death(launch_folder: Path, agent: int | None, frozen: Mapping[int, Proc
 
 def collect_reports(
     launch_folder: Path, folder: Path | None, ranks: Sequence[int], death: Death, *, is_watched: bool = False
-) -> Origin:
+) -> RootCause:
     """Return the origin of the failure, with one report for each of `ranks`.
 
     `folder` is the folder of the job, or None if the launch failed before a job began. `is_watched` is for a
-    script of the user; see `find_origin`.
+    script of the user; see `find_root_cause`.
     """
     reports, times, records = [], {}, {}
     for rank in ranks:
@@ -75,7 +75,7 @@ def collect_reports(
         if path is not None and report is not None:
             times[rank] = path.stat().st_mtime
         reports.append(report or _infer_report(launch_folder, rank, death, records[rank]))
-    return find_origin(reports, times, records, is_watched=is_watched)
+    return find_root_cause(reports, times, records, is_watched=is_watched)
 
 
 def read_frozen(pid: int) -> ProcessState | None:
@@ -140,7 +140,7 @@ def _infer_report(
     end = _infer_end(rank, dump, errors, death)
     identity = _read_json(launch_folder / f"rank-{rank}.json")
     stack = trim_stack(dump)
-    if errors and (not dump or end.how in (End.KILLED, End.CRASHED, End.EXITED, End.GONE)):
+    if errors and (not dump or end.how in (EndKind.KILLED, EndKind.CRASHED, EndKind.EXITED, EndKind.GONE)):
         stack = f"{stack}\n\n{_OUTPUT}\n{errors}".strip()
     return RankReport.of(
         rank,
@@ -158,23 +158,23 @@ def _infer_end(rank: int, dump: str, errors: str, death: Death) -> RankEnd:
     code = status or 0
     last_error = errors.splitlines()[-1][:500] if errors else ""
     rules = (
-        (dump.startswith("Timeout ("), RankEnd(how=End.HOLDS_LOCK)),
-        (rank in death.frozen, RankEnd(how=End.FROZEN, process_state=death.frozen.get(rank))),
-        (code == -signal.SIGTERM and rank != death.first, RankEnd(how=End.STOPPED)),
-        (code < 0, RankEnd(how=End.KILLED, signal=-code)),
+        (dump.startswith("Timeout ("), RankEnd(how=EndKind.HOLDS_LOCK)),
+        (rank in death.frozen, RankEnd(how=EndKind.FROZEN, process_state=death.frozen.get(rank))),
+        (code == -signal.SIGTERM and rank != death.first, RankEnd(how=EndKind.STOPPED)),
+        (code < 0, RankEnd(how=EndKind.KILLED, signal=-code)),
         (
             code > 0 and "Traceback (most recent call last)" in errors,
-            RankEnd(how=End.RAISED, error=last_error),
+            RankEnd(how=EndKind.RAISED, error=last_error),
         ),
-        (status is not None, RankEnd(how=End.EXITED, status=status)),
+        (status is not None, RankEnd(how=EndKind.EXITED, status=status)),
         (
             dump.startswith("Fatal Python error"),
-            RankEnd(how=End.CRASHED, error=dump.partition("\n")[0]),
+            RankEnd(how=EndKind.CRASHED, error=dump.partition("\n")[0]),
         ),
-        (bool(dump), RankEnd(how=End.STOPPED_WITH_LAUNCH)),
-        (rank in death.gone, RankEnd(how=End.LEFT)),
+        (bool(dump), RankEnd(how=EndKind.STOPPED_WITH_LAUNCH)),
+        (rank in death.gone, RankEnd(how=EndKind.LEFT)),
     )
-    return next((end for holds, end in rules if holds), RankEnd(how=End.GONE))
+    return next((end for holds, end in rules if holds), RankEnd(how=EndKind.GONE))
 
 
 def _read_dump(path: Path) -> str:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
+from moeverify.results.failure import EndKind, FailureCause, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import NUM_SLOTS
@@ -31,7 +31,7 @@ from moeverify.verification.launch.clock import ActiveClock, ThreadUsage, Usage
 from moeverify.verification.launch.evidence import read_tail
 from moeverify.verification.launch.failure_reporter import SIGNALS_THREAD
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
-from moeverify.verification.launch.root_cause_rank import find_origin
+from moeverify.verification.launch.root_cause_rank import find_root_cause
 from moeverify.verification.launch.runner import JobRunner, RunJob, collect_less
 from moeverify.verification.launch.world import ExternalWorld, complete_environment, set_interpreter
 
@@ -302,18 +302,18 @@ class _Session:
     def _look_for_failure(self) -> None:
         with contextlib.suppress(RuntimeError):
             if self._mailbox.check([f"{self._index}/failed"]):
-                self._fail(self._runner.failure_reporter.describe_state(RankEnd(how=End.STOPPED)))
+                self._fail(self._runner.failure_reporter.describe_state(RankEnd(how=EndKind.STOPPED)))
 
     def _fail_by_error(self, error: BaseException) -> None:
         self._fail(self._runner.failure_reporter.describe_error(error))
 
     def _fail_by_hang(self) -> None:
-        end = RankEnd(how=End.OVER_TIME, timeout=self._jobs[self._index].timeout)
+        end = RankEnd(how=EndKind.OVER_TIME, timeout=self._jobs[self._index].timeout)
         self._fail(self._runner.failure_reporter.describe_state(end), patience=_POLL * 10)
 
     def _fail_by_signal(self, number: int) -> None:
         self._ready.wait(_READY_LIMIT)
-        end = RankEnd(how=End.SIGNALLED, signal=number)
+        end = RankEnd(how=EndKind.SIGNALLED, signal=number)
         self._fail(self._runner.failure_reporter.describe_state(end))
 
     def _fail(self, report: RankReport, patience: float = 0.0) -> NoReturn:
@@ -364,16 +364,16 @@ class _Session:
             traces[rank] = []
             if not self._mailbox.check([key]):
                 stack = read_tail(self._own_folder / f"rank-{rank}.stack")
-                reports.append(RankReport.of(rank, RankEnd(how=End.SILENT), stack=stack))
+                reports.append(RankReport.of(rank, RankEnd(how=EndKind.SILENT), stack=stack))
                 continue
             content = json.loads(self._mailbox.get(key))
             reports.append(RankReport.model_validate(content["report"]))
             times[rank] = content["time"]
             traces[rank] = [CollectiveRecord.model_validate(record) for record in content["records"]]
-        origin = find_origin(reports, times, traces)
-        failure = origin.make_failure()
-        if origin.is_hang:
-            failure = origin.make_failure(
+        root_cause = find_root_cause(reports, times, traces)
+        failure = root_cause.make_failure()
+        if root_cause.is_hang:
+            failure = root_cause.make_failure(
                 FailureCause.OVER_TIME,
                 timeout=self._jobs[self._index].timeout,
                 machine=self._clock.describe_machine(self._not_counted),
@@ -381,9 +381,9 @@ class _Session:
         failed = self._jobs[self._index].name
         seconds = time.monotonic() - self._began
         self._report_outcome(
-            "hung" if origin.is_hang else "failed",
+            "hung" if root_cause.is_hang else "failed",
             failure,
-            rank_reports=origin.reports,
+            rank_reports=root_cause.reports,
             seconds=seconds,
         )
         _LOST_IN.append(failed)

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moeverify.errors import cut_text, read_message
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch import watchdog
 from moeverify.verification.launch.plan import write_atomically
-from moeverify.verification.launch.stack import trim_stack
+from moeverify.verification.launch.tracebacks import trim_stack
 from moeverify.verification.launch.watched import GUEST_SIGNAL
 from moeverify.verification.launch.world import find_node
 
@@ -115,7 +115,7 @@ class FailureReporter:
         # Each part is cut: frames stay where an exception in the chain has a message of megabytes.
         parts = map(cut_text, traceback.format_exception(error))
         stack = trim_stack(cut_text("".join(parts), _MOST_STACK))
-        return self._report(RankEnd(how=End.RAISED, error=line), stack)
+        return self._report(RankEnd(how=EndKind.RAISED, error=line), stack)
 
     def describe_state(self, end: RankEnd) -> RankReport:
         """Return a report with the stacks of all threads, beginning with the thread that runs the jobs.

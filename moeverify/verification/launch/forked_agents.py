@@ -100,7 +100,7 @@ class AgentServer(AbstractContextManager["AgentServer"]):
 def request_agent(
     requests: socket.socket, plan: Path, log: BinaryIO, server: int | None = None
 ) -> ForkedAgent:
-    """Request the agent of a plan from a server, whose waits for a processor do not count if its id is known.
+    """Request the agent of a plan from a server. If its process id is known, waits for a processor do not count.
 
     Raises: OSError when the server does not answer.
     """

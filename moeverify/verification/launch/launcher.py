@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from moeverify.verification.launch.monitor import Agent, LaunchMonitor, StartAgent, start_agent
-from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, Plan
+from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, LaunchPlan
 from moeverify.verification.launch.warm import start_warm_agent
 
 
@@ -48,7 +48,7 @@ def run_jobs(
     while first < len(jobs):
         launch += 1
         rest = tuple(jobs[first:])
-        plan = Plan(
+        plan = LaunchPlan(
             jobs=rest,
             entry=entry,
             num_ranks=max(job.num_ranks for job in rest),

@@ -25,8 +25,15 @@ from moeverify.verification.launch.evidence import (
     read_pid,
     read_tail,
 )
-from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, JobOutcome, LaunchEvent, Plan
-from moeverify.verification.launch.stack import find_place
+from moeverify.verification.launch.plan import (
+    CLOCK_FILE,
+    USED_UP_FILE,
+    Job,
+    JobOutcome,
+    LaunchEvent,
+    LaunchPlan,
+)
+from moeverify.verification.launch.tracebacks import find_place
 
 _POLL = 0.01
 # All limits are in seconds of the launch's clock, which hardly advances while its ranks wait for a processor.
@@ -89,7 +96,7 @@ class LaunchMonitor:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: LaunchPlan,
         launch: int,
         on_event: Callable[[LaunchEvent], None],
         start: StartAgent = start_agent,

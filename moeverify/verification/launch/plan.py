@@ -49,7 +49,7 @@ class Job(Record):
         return payload
 
 
-class Plan(Record):
+class LaunchPlan(Record):
     """One launch: its jobs, their position in the whole run, and the output folders.
 
     `folder` is the folder of the run and `launch_folder` the folder of this launch. `first` is the index of
@@ -75,7 +75,7 @@ class Plan(Record):
         write_atomically(path, self.model_dump_json(indent=1))
 
     @classmethod
-    def read(cls, path: Path) -> Plan:
+    def read(cls, path: Path) -> LaunchPlan:
         return cls.model_validate_json(path.read_text())
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch.distributed.rendezvous import rendezvous
 
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.launch.clock import PublishedClock
-from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, Plan, write_atomically
+from moeverify.verification.launch.plan import CLOCK_FILE, USED_UP_FILE, Job, LaunchPlan, write_atomically
 from moeverify.verification.launch.runner import JobRunner, RankContext, RunJob, collect_less
 
 __all__ = ["RankContext", "RunJob", "serve"]
@@ -31,12 +31,12 @@ _NO_LIMIT = timedelta(days=365)
 def serve(plan_path: Path | str, run_job: RunJob) -> None:
     """Run the jobs of a plan in this rank. Every entry calls this with its first command-line argument.
 
-    `run_job` is called on the ranks below the job's `num_ranks`, after the default process group is
-    created. The dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or
-    times out writes its report and exits with status 1 or 3. That ends the launch, and the controller
-    continues with a new one, as it does when a job retires its ranks.
+    It creates the default process group and calls `run_job` on the ranks below the job's `num_ranks`. The
+    dict (JSON data) that rank 0 returns is the result of the job. A rank whose job raises or times out writes
+    its report and exits with status 1 or 3. That ends the launch, and the controller continues with a new
+    one, as it does when a job retires its ranks.
     """
-    plan = Plan.read(Path(plan_path))
+    plan = LaunchPlan.read(Path(plan_path))
     store, rank, _ = next(rendezvous("env://"))
     reporter = _Reporter(rank)
     runner = JobRunner(
@@ -116,7 +116,7 @@ class _Reporter:
         # The end of a peer will break the collective that this rank is in, so stop recording now.
         self.runner.trace.seal()
         self.runner.failure_reporter.disarm()
-        end = RankEnd(how=End.OVER_TIME, timeout=self._job.timeout)
+        end = RankEnd(how=EndKind.OVER_TIME, timeout=self._job.timeout)
         self._write(self.runner.failure_reporter.describe_state(end))
         # The first exit makes elastic stop the other ranks. Wait for their reports first.
         grace = self.runner.clock() + _PEER_GRACE

@@ -1,4 +1,4 @@
-"""Origin of a failure: orders the reports of all ranks by likely cause. Does not import torch."""
+"""Root cause of a failure: orders the reports of all ranks by likely cause. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from moeverify.results.failure import Disagreement, End, FailureCause, Hang, JobFailure, RankEnd
+from moeverify.results.failure import Disagreement, EndKind, FailureCause, Hang, JobFailure, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.hang import Traces, find_disagreement, find_waits
-from moeverify.verification.launch.stack import find_place
+from moeverify.verification.launch.tracebacks import find_place
 
 NUM_RECENT = 16
 """Number of the last collectives kept in the report of a rank: as many as fit the width of the diagram."""
 
-_ENDED = (End.RAISED, End.BROKE_OFF, End.CRASHED, End.KILLED, End.EXITED, End.LEFT)
+_ENDED = (EndKind.RAISED, EndKind.BROKE_OFF, EndKind.CRASHED, EndKind.KILLED, EndKind.EXITED, EndKind.LEFT)
 _ORDER = {"killed": 0, "lost": 1, "raised": 2, "hung": 3, "stopped": 4}
 # Messages of a backend in a rank whose peer is gone.
 _BROKEN = re.compile(
@@ -24,7 +24,7 @@ _BROKEN = re.compile(
 
 
 @dataclass(frozen=True)
-class Origin:
+class RootCause:
     """The reports of all ranks, the originating ranks first, with a hang or disagreement if any."""
 
     reports: tuple[RankReport, ...]
@@ -37,16 +37,16 @@ class Origin:
         return any(report.state == "hung" for report in self.reports)
 
     def make_failure(self, cause: FailureCause = FailureCause.RANK, **rest: object) -> JobFailure:
-        """Return the failure of a job with this origin. `rest` overrides or adds fields of `JobFailure`."""
+        """Return the failure of a job with this root cause. `rest` overrides or adds fields of `JobFailure`."""
         first = self.reports[0]
         content = {"rank": first.rank, "end": first.end, "hang": self.hang, "disagreement": self.disagreement}
         return JobFailure.model_validate({"cause": cause, **content, **rest})
 
 
-def find_origin(
+def find_root_cause(
     reports: Sequence[RankReport], times: Mapping[int, float], traces: Traces, *, is_watched: bool = False
-) -> Origin:
-    """Return the origin of a failure.
+) -> RootCause:
+    """Return the root cause of a failure.
 
     `times` maps a rank to the time at which it wrote its report, if it did. `traces` maps a rank to its
     collectives. With `is_watched`, the waits of the ranks are returned even if none timed out: a script of the
@@ -79,7 +79,7 @@ def find_origin(
         report.model_copy(update={"recent": tuple(traces.get(report.rank, ())[-NUM_RECENT:])})
         for report in ordered
     ]
-    return Origin(tuple(reports), hang, find_disagreement(traces))
+    return RootCause(tuple(reports), hang, find_disagreement(traces))
 
 
 def _mark_consequences(reports: Sequence[RankReport]) -> list[RankReport]:
@@ -89,7 +89,7 @@ def _mark_consequences(reports: Sequence[RankReport]) -> list[RankReport]:
     if all(report.rank in broken or report.state == "stopped" for report in reports):
         return list(reports)
     return [
-        report.ending(RankEnd(how=End.BROKE_OFF, error=errors[report.rank]))
+        report.ending(RankEnd(how=EndKind.BROKE_OFF, error=errors[report.rank]))
         if report.rank in broken
         else report
         for report in reports

@@ -34,9 +34,9 @@ _FEW_COLLECTIONS = 20_000
 def collect_less(device: Device) -> None:
     """Exclude the imports of this rank from garbage collection, and on the CPU collect less often.
 
-    The imports live until the process ends. A job creates many small objects that live as long as it does,
-    and the default threshold searches them for cycles so often that it takes a tenth of the job. On a GPU
-    the default remains, since a cycle may keep memory of the device.
+    The imports live until the process ends. A job creates many small objects that live until it ends. The
+    default threshold searches them for cycles so often that this takes a tenth of the job. On a GPU the
+    default remains, since a cycle may keep memory of the device.
     """
     gc.freeze()
     if device == "cpu":

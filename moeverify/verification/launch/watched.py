@@ -34,7 +34,7 @@ def find_state_folder(folder: Path, number: int) -> Path:
 
 
 @dataclass
-class _Seen:
+class _LastRead:
     """The file of a rank's collectives as last read, and the time of its last change."""
 
     content: bytes
@@ -56,7 +56,7 @@ class WatchedRanks:
         self._folder = folder
         self._limit = limit
         self._clock = ActiveClock(self.processes.measure)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _LastRead] = {}
         self._num_asked = 0
 
     def look(self) -> JobFailure | None:
@@ -66,7 +66,7 @@ class WatchedRanks:
             content = _read_bytes(path)
             seen = self._seen.get(rank)
             if seen is None or seen.content != content:
-                self._seen[rank] = _Seen(content, now, self._clock.not_counted)
+                self._seen[rank] = _LastRead(content, now, self._clock.not_counted)
         stands = [
             rank
             for rank, seen in self._seen.items()

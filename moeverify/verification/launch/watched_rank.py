@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.launch.failure_reporter import FailureReporter
@@ -63,7 +63,7 @@ class WatchedRank:
 
     def _open(self) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-        # What an earlier process of this rank has left; torchrun restarts ranks.
+        # Files of an earlier process of this rank; torchrun restarts ranks.
         for path in (self._folder / f"rank-{self._rank}.stack", self._find_end()):
             path.unlink(missing_ok=True)
         self._num_asked = 0
@@ -89,7 +89,7 @@ class WatchedRank:
         folder = find_state_folder(self._folder, self._num_asked)
         if folder.is_dir():
             self._num_asked += 1
-            report = self._reporter.describe_state(RankEnd(how=End.OVER_TIME))
+            report = self._reporter.describe_state(RankEnd(how=EndKind.OVER_TIME))
             self._write(folder / f"rank-{self._rank}.json", report)
 
     def _end(self) -> None:
@@ -97,7 +97,7 @@ class WatchedRank:
         if self._pid != os.getpid():
             return
         error = _find_error()
-        end = RankEnd(how=End.LEFT)
+        end = RankEnd(how=EndKind.LEFT)
         report = (
             RankReport.of(self._rank, end, pid=self._pid, collective=self.trace.last())
             if error is None

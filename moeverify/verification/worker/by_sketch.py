@@ -15,10 +15,10 @@ from torch import Tensor
 
 from moeverify.parallel.regions.observer import Named
 from moeverify.parallel.regions.region import Region
-from moeverify.parallel.regions.sketch import MOMENTS, WIDTH, Grid
+from moeverify.parallel.regions.sketch import MOMENTS, WIDTH, BlockGrid
 from moeverify.results.checks import UNCOMPARED_KINDS
 from moeverify.verification.compare.assembled import Key
-from moeverify.verification.compare.comparison import Comparison, Entry
+from moeverify.verification.compare.comparison import ComparedShard, Comparison
 from moeverify.verification.compare.difference import NUM_STATISTICS, Difference, fingerprint_bits
 from moeverify.verification.golden.sketched import add_sketches, make_sketch, measure_squares
 from moeverify.verification.golden.store import StoredGolden, tensor_key
@@ -55,19 +55,19 @@ class ShardSketch:
 @lru_cache(maxsize=4096)
 def _count(region: Region) -> tuple[Tensor, Tensor]:
     """Return the blocks (n) that a region reaches, and its elements there (n)."""
-    counts = Grid.of(region.shape).count_in(region)
+    counts = BlockGrid.of(region.shape).count_in(region)
     blocks = counts.nonzero().reshape(-1)
     return blocks, counts[blocks]
 
 
 @dataclass(frozen=True)
 class SketchedEntry:
-    """A shard whose difference is not known before the sketches of all ranks are added up.
+    """A shard whose difference is known only after rank 0 adds up the sketches of all ranks.
 
     `bits` is the hash of its values, on their device until `fetch`: a step does not wait for the device.
     """
 
-    entry: Entry
+    entry: ComparedShard
     part: ShardSketch
     bits: Tensor
 
@@ -77,13 +77,13 @@ class SketchedEntry:
         return replace(self, entry=entry, part=self.part.fetch(), bits=self.bits.cpu())
 
 
-def plain_entry(entry: Entry | SketchedEntry) -> Entry:
+def plain_entry(entry: ComparedShard | SketchedEntry) -> ComparedShard:
     """Return the entry of a shard, without a difference if it was sketched."""
     return entry.entry if isinstance(entry, SketchedEntry) else entry
 
 
 class SketchComparison:
-    """Observer that sketches every shard of which the golden has a sketch, and compares the others."""
+    """Observer that sketches the tensors that the golden stores as sketches, and compares the others."""
 
     def __init__(self, golden: StoredGolden) -> None:
         self._golden = golden
@@ -109,7 +109,7 @@ class SketchComparison:
     def begin_step(self, step: int) -> None:
         """Do nothing, because each observation names its step."""
 
-    def entries(self) -> Iterator[Entry | SketchedEntry]:
+    def entries(self) -> Iterator[ComparedShard | SketchedEntry]:
         """Yield one entry per shard, in the order of observation."""
         compared = self._whole.entries()
         for seen in self._seen:
@@ -124,24 +124,24 @@ def _sketch(
     values = torch.zeros(region.local_shape, dtype=torch.float64) if local is None else local.detach()
     values = values.reshape(region.local_shape)
     state = "absent" if local is None else "compared"
-    entry = Entry(step, kind, name, region.key, shape, region.local_shape, state, 0, _UNKNOWN)
+    entry = ComparedShard(step, kind, name, region.key, shape, region.local_shape, state, 0, _UNKNOWN)
     return SketchedEntry(entry, ShardSketch.of(kind, values, region), fingerprint_bits(values))
 
 
 def estimate_entries(
-    by_rank: Sequence[Sequence[Entry | SketchedEntry]], golden: StoredGolden
-) -> list[list[Entry]]:
+    by_rank: Sequence[Sequence[ComparedShard | SketchedEntry]], golden: StoredGolden
+) -> list[list[ComparedShard]]:
     """Return the entries of all ranks, in order, with the estimated differences of sketched shards.
 
-    Sketches of all regions of a tensor are added up and compared with the golden's. Of replicas with
-    different bits, each is judged with the first replica of every other region.
+    Sketches of all regions of a tensor are added up and compared with the golden's. If replicas differ, each
+    replica is judged together with the first replica of every other region.
     """
     members: dict[Key, list[SketchedEntry]] = {}
     for entries in by_rank:
         for each in entries:
             if isinstance(each, SketchedEntry):
                 members.setdefault((each.entry.step, each.entry.kind, each.entry.name), []).append(each)
-    found: dict[int, Entry] = {}
+    found: dict[int, ComparedShard] = {}
     for key, shards in members.items():
         expected = golden.sketch(*key)
         assert expected is not None
@@ -152,7 +152,9 @@ def estimate_entries(
     ]
 
 
-def _estimate(expected: Tensor, shards: Sequence[SketchedEntry]) -> Iterator[tuple[SketchedEntry, Entry]]:
+def _estimate(
+    expected: Tensor, shards: Sequence[SketchedEntry]
+) -> Iterator[tuple[SketchedEntry, ComparedShard]]:
     num_blocks = len(expected)
     first: dict[str, SketchedEntry] = {}
     for shard in shards:
@@ -164,7 +166,7 @@ def _estimate(expected: Tensor, shards: Sequence[SketchedEntry]) -> Iterator[tup
     for shard in first.values():
         total = add_sketches(total, shard.part.spread(num_blocks))
         counts[shard.part.blocks] += shard.part.counts
-    judged = _Judged.of(expected, total, counts)
+    judged = _SketchComparison.of(expected, total, counts)
     for shard in shards:
         known = first[shard.entry.region]
         if shard.entry.bits == known.entry.bits and shard.entry.state == known.entry.state:
@@ -172,11 +174,11 @@ def _estimate(expected: Tensor, shards: Sequence[SketchedEntry]) -> Iterator[tup
             continue
         others = add_sketches(total, known.part.spread(num_blocks), times=-1)
         own = add_sketches(others, shard.part.spread(num_blocks))
-        yield shard, _Judged.of(expected, own, counts).describe(shard)
+        yield shard, _SketchComparison.of(expected, own, counts).describe(shard)
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _SketchComparison:
     """The sketch of a whole tensor against that of the golden, block by block.
 
     `counts` are the elements of all regions in each block, `squares` the estimated squared errors. `ratio`
@@ -189,14 +191,14 @@ class _Judged:
     ratio: float
 
     @classmethod
-    def of(cls, expected: Tensor, total: Tensor, counts: Tensor) -> _Judged:
+    def of(cls, expected: Tensor, total: Tensor, counts: Tensor) -> _SketchComparison:
         """Return the comparison of two sketches."""
         e, a = (each[:, len(MOMENTS) : WIDTH] for each in (expected, total))
         norm = (e * e).sum().item()
         ratio = (e * a).sum().item() / norm if norm > 0.0 else 0.0
         return cls(expected, counts, measure_squares(expected, total), ratio)
 
-    def describe(self, shard: SketchedEntry) -> Entry:
+    def describe(self, shard: SketchedEntry) -> ComparedShard:
         """Return the entry of a shard with its share, by elements, of the errors of its blocks."""
         part = shard.part
         share = part.counts / self.counts[part.blocks]
@@ -216,6 +218,6 @@ class _Judged:
             max_error=largest,
             num_nonfinite=part.rows[:, _NONFINITE].sum().item(),
         )
-        grid = Grid.of(shard.entry.shape)
+        grid = BlockGrid.of(shard.entry.shape)
         block = grid.locate(int(part.blocks[worst])) if worst is not None and largest > 0.0 else ()
         return replace(shard.entry, difference=difference, is_estimated=True, block=block)

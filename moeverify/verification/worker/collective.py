@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from moeverify.results.collective_name import Collective
-from moeverify.results.collective_run import RankTransfer, RankValues, Transfer, flatten
+from moeverify.results.collective_name import CollectiveName
+from moeverify.results.collective_run import RankOutput, RankTransfer, Transfer, flatten
 from moeverify.verification.jobs import CollectiveJob, CollectiveResult, read_job, write_result
 from moeverify.verification.launch.plan import Job
 from moeverify.verification.launch.rank import serve
@@ -38,7 +38,7 @@ def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
 
 
 def run_collective(
-    context: RankContext, job: Job, collectives: Mapping[Collective, tuple[Run, Run]]
+    context: RankContext, job: Job, collectives: Mapping[CollectiveName, tuple[Run, Run]]
 ) -> dict[str, Any] | None:
     """Run the collective of a job. `collectives` maps its name to the (forward, backward) functions to call.
 
@@ -52,7 +52,7 @@ def run_collective(
     output = _Differentiable.apply(given, transfer, mine, forward, backward)  # type: ignore[no-untyped-call]
     if asked.backward:
         output.backward(_make_tensor(flatten(mine.output_gradient), context.device))
-    values = RankValues(
+    values = RankOutput(
         rank=context.rank,
         host=find_node(),
         output=tuple(output.tolist()),
@@ -117,7 +117,7 @@ def _scatter_sum(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 def _list_sizes(transfer: Transfer) -> list[int]:
     """Return the size of each rank's part: its input of an all-gather, or its output of a reduce-scatter."""
-    gives = transfer.collective is Collective.ALL_GATHER
+    gives = transfer.collective is CollectiveName.ALL_GATHER
     return [sum(rank.sends if gives else rank.receives) for rank in transfer.ranks]
 
 
@@ -140,12 +140,12 @@ def _sum_at_source(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tens
     return total if mine.rank == transfer.source else torch.zeros_like(total)
 
 
-COLLECTIVES: Mapping[Collective, tuple[Run, Run]] = {
-    Collective.ALL_TO_ALL: (_exchange, _exchange_back),
-    Collective.ALL_GATHER: (_gather, _scatter_sum),
-    Collective.REDUCE_SCATTER: (_scatter_sum, _gather),
-    Collective.ALL_REDUCE: (_sum, _sum),
-    Collective.BROADCAST: (_copy, _sum_at_source),
+COLLECTIVES: Mapping[CollectiveName, tuple[Run, Run]] = {
+    CollectiveName.ALL_TO_ALL: (_exchange, _exchange_back),
+    CollectiveName.ALL_GATHER: (_gather, _scatter_sum),
+    CollectiveName.REDUCE_SCATTER: (_scatter_sum, _gather),
+    CollectiveName.ALL_REDUCE: (_sum, _sum),
+    CollectiveName.BROADCAST: (_copy, _sum_at_source),
 }
 """The (forward, backward) functions of each collective."""
 

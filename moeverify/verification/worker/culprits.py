@@ -148,7 +148,7 @@ def find_culprits(
         tell(found)
         kept = keep_operators(case, explainer, recorded.programs, one, causes, operators, seconds)
         return replace(found, operators=kept)
-    except Exception as error:  # keep the verdict, and what was found before
+    except Exception as error:  # keep the verdict and the earlier results
         return replace(found, failure=describe_failure(error))
 
 

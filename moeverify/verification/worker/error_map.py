@@ -9,12 +9,12 @@ from typing import Any
 from moeverify.results.bound import Bound
 from moeverify.results.checks import Kind
 from moeverify.results.error_map import ErrorMap
-from moeverify.verification.checks.base import Check, Outcome
+from moeverify.verification.checks.base import Check, CheckOutcome
 from moeverify.verification.compare.assembled import Assembled, Key
 
 
 def map_errors(
-    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled]
+    outcomes: Sequence[tuple[Check[Any], CheckOutcome]], tensors: Mapping[Key, Assembled]
 ) -> tuple[ErrorMap, ...]:
     """Return an error map for each check that measures relative errors."""
     maps = (_map_outcome(outcome, tensors) for check, outcome in outcomes if check.kinds and outcome.limits)
@@ -22,7 +22,7 @@ def map_errors(
 
 
 def list_bounds(
-    outcomes: Sequence[tuple[Check[Any], Outcome]], tensors: Mapping[Key, Assembled], factor: float
+    outcomes: Sequence[tuple[Check[Any], CheckOutcome]], tensors: Mapping[Key, Assembled], factor: float
 ) -> tuple[Bound, ...]:
     """Return the widest bound of each tensor with its parts, for tensors whose bound is not the floor."""
     widest: dict[tuple[str, str], Bound] = {}
@@ -44,7 +44,7 @@ def _is_measured(bound: Bound) -> bool:
     return max(bound.parts.values(), default=0.0) > bound.parts.get("floor", 0.0)
 
 
-def _map_outcome(outcome: Outcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
+def _map_outcome(outcome: CheckOutcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
     found = {(each.step, each.kind, each.tensor): each for each in outcome.findings}
     shares: dict[str, dict[int, float]] = {}
     for key, limit in outcome.limits.items():

@@ -24,7 +24,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS, Kind
 from moeverify.train.program import Program
 from moeverify.verification.checks.base import Watch
-from moeverify.verification.checks.bounds import FLOOR, Bounds
+from moeverify.verification.checks.bounds import FLOOR, Bounds, Norms
 from moeverify.verification.checks.golden_tensors import GoldenTensors, find_unit
 from moeverify.verification.checks.registry import KIND_ORDER, check_of
 from moeverify.verification.compare.difference import Difference, measure
@@ -39,7 +39,7 @@ _WHAT = (
 
 
 _NOTE = (
-    "what this step has shown before the first question is not compared: ask again in the next step; weights, and"
+    "values shown in this step before the first question cannot be compared: ask again in the next step; weights, and"
     " gradients that are not complete, are compared at any time"
 )
 
@@ -247,7 +247,7 @@ class GoldenReference(Watch[None]):
         assert criterion is not None  # `observe` keeps only kinds of such checks
         if norm == 0.0 and not criterion.exact:
             return kind_norm, self._bounds.zero_bound()
-        return norm, self._bounds.bound(step, kind, name, criterion, expected_norm=norm, kind_norm=kind_norm)
+        return norm, self._bounds.bound((step, kind, name), criterion, Norms(norm, kind_norm))
 
     def _bound_weight(self, step: int, name: str, norm: float) -> float:
         """Return the sum of the bounds of all updates so far: no check compares weights alone."""

@@ -40,7 +40,7 @@ from moeverify.results.factor import Source
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import NoValues
 from moeverify.results.timeline import Timeline
-from moeverify.train.data import Batch, Share, make_batch, whole_share
+from moeverify.train.data import MicroBatch, Share, make_batch, whole_share
 from moeverify.train.module_taps import Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program, compute_dtype_of, dtype_of
@@ -244,7 +244,7 @@ def _gather_regions(evidence: Evidence) -> dict[str, dict[int, Region]]:
     return found
 
 
-def _make_whole_batch(case: Case, step: int) -> Batch | None:
+def _make_whole_batch(case: Case, step: int) -> MicroBatch | None:
     """Return the global batch of a step, or None before step 0."""
     if step < 0:
         return None
@@ -253,7 +253,7 @@ def _make_whole_batch(case: Case, step: int) -> Batch | None:
     return make_batch(recipe.data, size, recipe.seed, step, whole, torch.device("cpu"))
 
 
-def _make_axes(case: Case, batch: Batch | None = None) -> Axes:
+def _make_axes(case: Case, batch: MicroBatch | None = None) -> Axes:
     sources = [Source(name=name, size=size) for name, size in list_degrees(case).items()]
     counts = [Source(name=name, size=size) for name, size in list_loss_counts(case).items()]
     if batch is not None and not bool(batch.valid.all()):

@@ -1,4 +1,4 @@
-"""Changes of the process by functions of users, such as another default dtype, that the next case would see."""
+"""Changes by users' functions, such as another default dtype, that would affect the next case."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from moeverify.faults.assignments import ABSENT, find_changes, list_holders
 
 
-class Settings:
-    """Settings of torch and of the process that decide how code computes, as they were when this was made."""
+class ProcessSettings:
+    """Settings of torch and of the process that affect results, read on creation."""
 
     def __init__(self) -> None:
         self._kept = {name: each.read() for name, each in _SETTINGS.items()}
@@ -40,7 +40,7 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._settings = Settings()
+        self._settings = ProcessSettings()
         self._functions: list[tuple[Any, dict[str, Any]]] = []
 
     def note_functions(self) -> None:
@@ -52,7 +52,7 @@ class ProcessState:
         self._settings.restore()
         found = self._settings.find_changes()
         for holder, name, old in find_changes(self._functions):
-            # What had no value before was set for the first time, like a cache.
+            # A setting without an earlier value was set for the first time, like a cache.
             if callable(old) and old is not ABSENT and not _is_of_torch(vars(holder).get(name)):
                 found.append(f"{holder.__name__}.{name}")
         return found

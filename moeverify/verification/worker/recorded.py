@@ -15,10 +15,10 @@ from moeverify.explain.packed import pack, unpack
 from moeverify.explain.program import BATCH, Program
 from moeverify.explain.record import Recorder
 from moeverify.train.assemble import assemble_single
-from moeverify.train.data import Batch, Share
+from moeverify.train.data import MicroBatch, Share
 from moeverify.train.loop import train
 from moeverify.train.program import Program as Training
-from moeverify.train.subject import Subject
+from moeverify.train.subject import TestedModel
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.golden.store import StoredGolden
 
@@ -30,7 +30,7 @@ def record(
     recorder = Recorder()
     with recorder.recording():
         training = assemble()
-        training.subject = cast(Subject, _QuietBatches(training.subject, recorder))
+        training.subject = cast(TestedModel, _QuietBatches(training.subject, recorder))
         recorder.name_modules(training.model)
         recorder.name_tensors((shard.name, shard.tensor) for shard in [*training.shards, *training.buffers])
         train(
@@ -52,13 +52,13 @@ def record(
 class _QuietBatches:
     """Subject that makes its batches without recording: batches are inputs of a step."""
 
-    def __init__(self, inner: Subject, recorder: Recorder) -> None:
+    def __init__(self, inner: TestedModel, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def make_batch(self, step: int, share: Share, device: torch.device) -> Batch:
+    def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a micro-batch and label its tensors."""
         with self._recorder.paused():
             batch = self._inner.make_batch(step, share, device)

@@ -34,14 +34,14 @@ from moeverify.train.optimizer import optimizer_state
 from moeverify.train.random import PREFIX, read_generators, seed_generators, write_generators
 from moeverify.train.state import TrainingState
 from moeverify.train.subjects import replays_routing, subject_of
-from moeverify.verification.checks.base import RankLoad, Shown
+from moeverify.verification.checks.base import RankLoad, ShownTensors
 from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.checks.experts import hash_state, merge_hashes
 from moeverify.verification.checks.rebound import ReboundWatch
 from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
 from moeverify.verification.checks.repeat import BitRecorder
 from moeverify.verification.compare.assembled import Key, assemble
-from moeverify.verification.compare.comparison import Comparison, Entry
+from moeverify.verification.compare.comparison import ComparedShard, Comparison
 from moeverify.verification.compare.gather import gather_on_first
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.jobs import Refusal, VerifyResult
@@ -98,8 +98,7 @@ def save_case(
 class _SavedStep:
     """Observer that compares steps with the golden.
 
-    In the last step before the save it compares the buffers that are saved in place of those that are
-    shown.
+    In the last step before the save it compares the saved buffers instead of the shown ones.
     """
 
     def __init__(self, comparison: Comparison, state: TrainingState, last: int) -> None:
@@ -130,7 +129,7 @@ def _show_initial(state: TrainingState, observer: Observer) -> None:
 
 
 def _judge_save(
-    case: Case, golden: StoredGolden, entries: Sequence[Entry], rebound: ReboundWatch
+    case: Case, golden: StoredGolden, entries: Sequence[ComparedShard], rebound: ReboundWatch
 ) -> VerifyResult | None:
     """Judge the steps up to the save. Return the verdicts on rank 0. Collective: all ranks."""
     reports: Reports = {CheckName.REBOUND: rebound.report()}
@@ -264,7 +263,7 @@ def _fill_batches(known: Sequence[dict[str, int]]) -> Iterator[list[str]]:
 class _Compared:
     """Comparisons and check reports that one rank sends to rank 0 after a save or a load."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[ComparedShard]
     reports: Reports
 
 
@@ -322,8 +321,8 @@ def load_case(
 
 
 def _show_load(
-    case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[Entry]]
-) -> Shown:
+    case: Case, golden: StoredGolden, saved: StoredGolden, by_rank: Sequence[Sequence[ComparedShard]]
+) -> ShownTensors:
     """Return the tensors of all ranks. Expected names: everything saved, and the golden's further steps."""
     after = case.checkpoint.after
     names = list_names(case, golden, range(after, case.recipe.steps))
@@ -336,11 +335,11 @@ def _show_load(
 def _show(
     case: Case,
     golden: StoredGolden,
-    by_rank: Sequence[Sequence[Entry]],
+    by_rank: Sequence[Sequence[ComparedShard]],
     names: Mapping[int, set[tuple[str, str]]],
     saved: StoredGolden | None = None,
-) -> Shown:
-    return Shown(
+) -> ShownTensors:
+    return ShownTensors(
         case=case,
         coordinates=list_coordinates(case),
         tensors=assemble(by_rank, KIND_ORDER),

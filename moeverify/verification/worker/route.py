@@ -24,14 +24,14 @@ from moeverify.cases.schema import Case
 from moeverify.faults.injection import injected
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
 from moeverify.model.experts import Experts
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 from moeverify.parallel.meshes import build_meshes
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.results.route import Choice, CombineCheck, RouteResult, TokenRoute
 from moeverify.train.assemble import assemble_parallel
-from moeverify.train.data import Batch
+from moeverify.train.data import MicroBatch
 from moeverify.train.loop import make_batches, run_micro_batches, train_step
 from moeverify.train.objective import count_valid
 from moeverify.train.program import Program, StepInputs
@@ -130,7 +130,7 @@ def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
     """Record the calls of a layer's dispatcher and experts. None if this rank has no part of the layer."""
     for name, module in program.model.named_modules():
         found = _LAYER.search(logical_name(name))
-        if found is None or int(found[1]) != layer or not isinstance(module, MoE):
+        if found is None or int(found[1]) != layer or not isinstance(module, MoELayer):
             continue
         experts = next(each for each in module.modules() if isinstance(each, Experts))
         router = next(view for view in program.routers if view.module is module.router)
@@ -168,7 +168,7 @@ class _WatchedDispatcher:
         return output
 
 
-def _note_tokens(seen: _Sighting, calls: _Calls, batches: Sequence[Batch]) -> None:
+def _note_tokens(seen: _Sighting, calls: _Calls, batches: Sequence[MicroBatch]) -> None:
     """Record each token that this rank routed, in the order of its micro-batches."""
     for batch, (x, ids, weights, routed) in zip(batches, calls.dispatched, strict=True):
         seen.epsilon = torch.finfo(x.dtype).eps

@@ -32,12 +32,12 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
-from moeverify.verification.checks.base import Check, Judgement, Outcome, RankRun, Shown, Watch
+from moeverify.verification.checks.base import Check, CheckOutcome, Judgement, RankRun, ShownTensors, Watch
 from moeverify.verification.checks.limits import apply_limits
 from moeverify.verification.checks.registry import KIND_ORDER, choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import assemble
-from moeverify.verification.compare.comparison import Comparison, Entry
+from moeverify.verification.compare.comparison import ComparedShard, Comparison
 from moeverify.verification.compare.gather import gather_on_first
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import VerifyResult
@@ -60,7 +60,7 @@ from moeverify.verification.worker.culprits import (
 from moeverify.verification.worker.error_map import list_bounds, map_errors
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.investigate import explain_findings, gather_evidence
-from moeverify.verification.worker.leftovers import Settings
+from moeverify.verification.worker.leftovers import ProcessSettings
 from moeverify.verification.worker.load_watch import LoadWatch, sum_load
 from moeverify.verification.worker.observed import list_coordinates, make_bounds, train_observed
 
@@ -230,7 +230,7 @@ class Assembly:
     case: Case
     device: torch.device
     meshes: Meshes
-    settings: Settings = field(default_factory=Settings)
+    settings: ProcessSettings = field(default_factory=ProcessSettings)
 
     def without_graphs(self) -> Assembly:
         """Return an assembly without CUDA graphs, whose modules hooks can observe."""
@@ -272,7 +272,7 @@ def _observe(
     device = assemble_program.device
     checks = choose_checks(also=case.checks.also, skip=case.checks.skip)
     comparison = SketchComparison(golden) if golden.is_sketched else Comparison(golden)
-    entries: list[Entry | SketchedEntry] = []
+    entries: list[ComparedShard | SketchedEntry] = []
 
     def train_again(observer: Observer, num_steps: int) -> None:
         _train(case, golden, assemble_program.again(), observer, checks, num_steps=num_steps)
@@ -298,7 +298,7 @@ def _observe(
         return None
     by_rank = estimate_entries([found for found, _, _ in gathered], golden)
     expert_load = sum_load(case, [copies for _, _, copies in gathered])
-    shown = Shown(
+    shown = ShownTensors(
         case=case,
         coordinates=list_coordinates(case),
         tensors=assemble(by_rank, KIND_ORDER),
@@ -349,7 +349,7 @@ def list_names(case: Case, golden: StoredGolden, steps: range) -> dict[int, set[
     return names
 
 
-def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[float, float]]:
+def list_numbers(by_rank: Sequence[Sequence[ComparedShard]], kind: Kind) -> list[tuple[float, float]]:
     """Return (golden, layout) of each step's total of a kind, such as the loss, from the first rank."""
     found: dict[int, tuple[float, float]] = {}
     for entries in by_rank:
@@ -359,7 +359,7 @@ def list_numbers(by_rank: Sequence[Sequence[Entry]], kind: Kind) -> list[tuple[f
     return [found[step] for step in sorted(found)]
 
 
-def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]) -> Judgement:
+def judge_all(checks: Sequence[Check[Any]], shown: ShownTensors, reports: Sequence[Reports]) -> Judgement:
     """Return the verdicts of all checks that apply. Rank 0 only.
 
     `reports` has the reports of each rank, by the name of the check.
@@ -368,9 +368,9 @@ def judge_all(checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Repo
 
 
 def _judge_each(
-    checks: Sequence[Check[Any]], shown: Shown, reports: Sequence[Reports]
-) -> list[tuple[Check[Any], Outcome]]:
-    outcomes: list[tuple[Check[Any], Outcome]] = []
+    checks: Sequence[Check[Any]], shown: ShownTensors, reports: Sequence[Reports]
+) -> list[tuple[Check[Any], CheckOutcome]]:
+    outcomes: list[tuple[Check[Any], CheckOutcome]] = []
     for check in checks:
         noted = [by_name[check.name] for by_name in reports if check.name in by_name]
         outcome = check.judge(shown, noted)
@@ -379,7 +379,7 @@ def _judge_each(
     return outcomes
 
 
-def _conclude(case: Case, outcomes: Sequence[tuple[Check[Any], Outcome]]) -> Judgement:
+def _conclude(case: Case, outcomes: Sequence[tuple[Check[Any], CheckOutcome]]) -> Judgement:
     found = sorted((each for _, outcome in outcomes for each in outcome.findings), key=lambda each: each.step)
     return Judgement(apply_limits(outcomes), tuple(_narrow(case, each) for each in found))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.results.collective_name import Collective
+from moeverify.results.collective_name import CollectiveName
 from moeverify.results.collective_run import RankTransfer, Transfer
 from moeverify.verification.launch.plan import Job
 from moeverify.verification.launch.rank import serve
@@ -16,7 +16,7 @@ from moeverify.verification.worker.collective import COLLECTIVES, run_collective
 
 
 def exchange_in_wrong_order(x: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
-    return COLLECTIVES[Collective.ALL_TO_ALL][0](x, transfer, mine).flip(0)
+    return COLLECTIVES[CollectiveName.ALL_TO_ALL][0](x, transfer, mine).flip(0)
 
 
 def take_slice(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
@@ -26,8 +26,8 @@ def take_slice(grad: Tensor, transfer: Transfer, mine: RankTransfer) -> Tensor:
 
 def run_job(context: RankContext, job: Job) -> dict[str, Any] | None:
     odd = {
-        Collective.ALL_TO_ALL: (exchange_in_wrong_order, COLLECTIVES[Collective.ALL_TO_ALL][1]),
-        Collective.ALL_GATHER: (COLLECTIVES[Collective.ALL_GATHER][0], take_slice),
+        CollectiveName.ALL_TO_ALL: (exchange_in_wrong_order, COLLECTIVES[CollectiveName.ALL_TO_ALL][1]),
+        CollectiveName.ALL_GATHER: (COLLECTIVES[CollectiveName.ALL_GATHER][0], take_slice),
     }
     return run_collective(context, job, {**COLLECTIVES, **odd} if job.name.startswith("odd") else COLLECTIVES)
 

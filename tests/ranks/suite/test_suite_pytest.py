@@ -124,7 +124,7 @@ def test_what_bfloat16_hides_fails_with_what_float64_shows(project: Any) -> None
     assert done.code == 1, done
     assert read_launches(project) == ["narrow"]
     assert re.search(r"^cases/narrow\.yaml:2: mismatch: ", done.out, re.MULTILINE)
-    assert "found in float64: in the case's own precision it is less than what rounding may do" in done.out
+    assert "found in float64: in the case's own precision it is below the effect of rounding" in done.out
     words = ("--moeverify-no-escalate", "--moeverify-allow-undecided")
     alone = run_pytest(project, "cases/narrow.yaml", *words)
     assert alone.code == 0, alone

@@ -25,10 +25,10 @@ HANGS = {
         "rank 0 never entered it: it waits in all_reduce #3 of group (0,1), named 1, called at {first} in opposite",
     ],
     "different": [
-        "rank 0 waits in all_reduce #2 of group (0,1) called at {sums} in different; rank 1 entered another one of "
-        "that group: it waits in barrier #2 of group (0,1) called at {meets} in different",
-        "rank 1 waits in barrier #2 of group (0,1) called at {meets} in different; rank 0 entered another one of "
-        "that group: it waits in all_reduce #2 of group (0,1) called at {sums} in different",
+        "rank 0 waits in all_reduce #2 of group (0,1) called at {sums} in different; rank 1 entered another "
+        "collective of that group: it waits in barrier #2 of group (0,1) called at {meets} in different",
+        "rank 1 waits in barrier #2 of group (0,1) called at {meets} in different; rank 0 entered another "
+        "collective of that group: it waits in all_reduce #2 of group (0,1) called at {sums} in different",
         "the ranks disagree on collective #2 of group (0,1): rank 0 all_reduce on float32[2], called at {sums} "
         "in different; rank 1 barrier, called at {meets} in different",
     ],
@@ -39,7 +39,7 @@ HANGS = {
     "stops": [
         "rank 1 over its time: its process is stopped (SIGSTOP)",
         "rank 0 waits in all_reduce #2 of group (0,1) called at {waits for the stopped} in stops; "
-        "rank 1 never entered it: where it is, is not known",
+        "rank 1 never entered it: its place is not known",
     ],
     "uneven": [
         "rank 0 waits in all_reduce #5 of group (0,1) called at {sums gradients} in uneven; "

@@ -42,7 +42,7 @@ def resize(fields: str) -> Callable[[Path], None]:
 
 
 HOSTILE = {
-    "bomb": (write(BOMB), "more than 2000 values, counting what aliases repeat"),
+    "bomb": (write(BOMB), "more than 2000 values, including repetitions by aliases"),
     "chain of aliases": (write(CHAIN), "nested too deeply: more than 50 levels"),
     "open brackets": (write("a: " + "[" * 30_000), "nested too deeply: more than 50 levels"),
     "open dashes": (write("- " * 30_000), "nested too deeply: more than 50 levels"),

@@ -95,7 +95,7 @@ EXCHANGED = [
         "",
         "layout.exchange.0",
         "expected a number of steps from 1 to 1, got `0`",
-        "the recipe trains 2 steps, and what moves after the last one is not seen",
+        "the recipe trains 2 steps, and a move after the last one has no effect",
     ),
     (
         "dp_shard: 2, ep: 2, exchange: {3: striped}",

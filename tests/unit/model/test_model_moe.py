@@ -6,14 +6,14 @@ from torch.nn import functional
 
 from moeverify.model.dispatcher import LocalDispatcher, permute, unpermute
 from moeverify.model.init import initial_values
-from moeverify.model.moe import MoE
+from moeverify.model.moe import MoELayer
 
 H = 16
 
 
-def make_block(spec, make_spec, **options) -> MoE:
+def make_block(spec, make_spec, **options) -> MoELayer:
     factory = {"dtype": torch.float64, "device": torch.device("cpu")}
-    moe = MoE(H, spec, mlp_bias=True, backend="loop", factory=factory, **options)
+    moe = MoELayer(H, spec, mlp_bias=True, backend="loop", factory=factory, **options)
     whole = make_spec(moe=spec)
     for name, tensor in [*moe.named_parameters(), *moe.named_buffers()]:
         index = torch.arange(tensor.numel()).view(tensor.shape)
@@ -21,7 +21,7 @@ def make_block(spec, make_spec, **options) -> MoE:
     return moe
 
 
-def compute_densely(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+def compute_densely(moe: MoELayer, x: torch.Tensor) -> torch.Tensor:
     """Apply every expert to every token, then sum with one-hot weights: no sorting, no dispatch."""
     spec, routing = moe.router.spec, moe.router(x)
     one_hot = functional.one_hot(routing.ids, spec.num_experts).to(x.dtype)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from moeverify.cases.schema import MoE
-from moeverify.model.moe import MoE as Block
+from moeverify.model.moe import MoELayer
 from moeverify.parallel.fsdp2 import AS_STORED, _leave_alone, choose_policy
 
 SPEC = MoE(num_experts=2, top_k=1, expert_hidden=4)
 
 
-def make_block() -> Block:
+def make_block() -> MoELayer:
     factory = {"dtype": torch.float32, "device": torch.device("cpu")}
-    return Block(8, SPEC, mlp_bias=False, backend="loop", factory=factory)
+    return MoELayer(8, SPEC, mlp_bias=False, backend="loop", factory=factory)
 
 
 def test_policy_computes_narrow_and_reduces_as_stored() -> None:

@@ -12,7 +12,7 @@ from moeverify.faults.setting import make_case
 from moeverify.model.expert_backends.grouped_mm import swiglu_grouped
 from moeverify.model.expert_weights import ExpertWeights
 from moeverify.model.transformer import Transformer
-from moeverify.parallel.joined_gradients import Rows, join_gradients, sum_gradients
+from moeverify.parallel.joined_gradients import GradientOperands, join_gradients, sum_gradients
 
 NUM_EXPERTS, NUM_ROWS, HIDDEN, WIDTH = 3, 11, 4, 8
 
@@ -38,7 +38,7 @@ def test_one_product_is_the_sum_of_each_passes_own(num_passes: int) -> None:
             expected[expert] += grads[start:end].t() @ rows[start:end]
             start = end
         rows[start:], grads[start:] = torch.nan, torch.nan  # arbitrary memory contents
-        passes.append(Rows(rows, grads, ends))
+        passes.append(GradientOperands(rows, grads, ends))
     torch.testing.assert_close(sum_gradients(passes), expected)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.run import CaseResult, RankReport, RunResult
 
@@ -87,7 +87,7 @@ def build_reports() -> tuple[RankReport, ...]:
         RankReport(
             rank=rank,
             state="hung",
-            end=RankEnd(how=End.OVER_TIME, timeout=120.0),
+            end=RankEnd(how=EndKind.OVER_TIME, timeout=120.0),
             summary="no answer for 120 s",
             stack=f"wait in <Group object at 0x7f{rank}0>",
             last_collective="all_reduce #12 over tp" if rank < 3 else "barrier #14",

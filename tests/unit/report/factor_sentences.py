@@ -52,8 +52,8 @@ FACTORS = [
             Carried(factor=Factor(value=0.0), block=Block(dim=0, indices=(1, 4), unit="expert")),
             **EXPERTS,
         ),
-        "12 expert optimizer states in experts 1, 4 of dim 0 began the step at zero: what the steps before had left "
-        "was lost",
+        "12 expert optimizer states in experts 1, 4 of dim 0 began the step at zero: the state of the previous "
+        "step was lost",
         "optimizer step",
     ),
     (
@@ -62,7 +62,7 @@ FACTORS = [
             Quantity.OPTIMIZER_STATE,
             Carried(factor=Factor(value=2.0, equals=(EP,)), ranks=(1,)),
         ),
-        "the optimizer state on rank 1 began the step with 2x what the step before had left; 2 = ep",
+        "the optimizer state on rank 1 began the step with 2x the state of the previous step; 2 = ep",
         "optimizer step, axis ep",
     ),
     (
@@ -120,7 +120,8 @@ FACTORS = [
     ),
     (
         explain(Cause.NORM, Quantity.GRADIENT_NORM, scaled(scale(2.0**0.5, TP, power=2)), tensors=("total",)),
-        "the gradients match, and the gradient norm counts all squares 2 times, so it is 1.41421x too large; 2 = tp",
+        "the gradients match, and the gradient norm counts all squares 2 times, so the gradient "
+        "norm is 1.41421x too large; 2 = tp",
         "gradient norm, axis tp",
     ),
     # factors of parts

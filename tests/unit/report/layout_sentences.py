@@ -56,13 +56,12 @@ LAYOUTS = [
     ),
     say(
         reorder("stored", BATCH, WIDTH, HEADS, right=(BATCH, HEADS, WIDTH)),
-        "the output of attention has 8 heads interleaved, one by one, that should come one after the other",
+        "the output of attention has 8 heads interleaved element by element instead of one after the other",
     ),
     say(
         reorder("read", INNER, CHUNKS, FEATURES, right=(CHUNKS, INNER, FEATURES)),
-        "the output of attention has positions dealt in turn to 4 chunks of the sequence, where each should "
-        "have its own "
-        "one after the other",
+        "the output of attention has positions dealt in turn to 4 chunks of the sequence; each should have "
+        "consecutive ones",
     ),
     say(
         reorder("read", BATCH, RANKS, SEQUENCE, right=(RANKS, BATCH, SEQUENCE)),
@@ -87,7 +86,7 @@ LAYOUTS = [
     ),
     say(
         reorder("same", RANKS, right=(RANKS, *TOKENS), number=1),
-        "the output of attention has in all 2 ranks of cp what belongs to rank 1 of cp",
+        "the output of attention has the values of rank 1 of cp in all 2 ranks of cp",
     ),
     (
         explain(
@@ -117,8 +116,8 @@ LAYOUTS = [
     ),
     say(
         reorder("same", Dim(name="batch", size=2), right=(BATCH_PARTS, Dim(name="batch", size=2)), number=0),
-        "the output of attention has within each of 4 parts of the batch in all 2 batch rows what "
-        "belongs to number 0",
+        "the output of attention has within each of 4 parts of the batch the values of number 0 "
+        "in all 2 batch rows",
     ),
     say(
         reorder("rolled", SEQUENCE, number=1, micro_batches=(1,)),

@@ -21,8 +21,8 @@ NORMS = [
             Quantity.GRADIENT_NORM,
             Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=1023.9)),), loss_scale=10),
         ),
-        "the gradients match, and the gradient norm is 1024 times the right one, as of gradients that still have a "
-        "scale of the loss of 1024",
+        "the gradients match, and the gradient norm is 1024 times the right one, as if the gradients still had the "
+        "loss scale 1024",
         "gradient norm",
     ),
     (

@@ -21,7 +21,7 @@ OPERATIONS = [
             Misplaced(expected=(4, 5), actual=(8, 5), dim=0, axes=(TP,)),
             tensors=("bias",),
         ),
-        "bias is placed as parts along dim 0 over tp, and every rank holds as much as the whole: the shape (8, 5) "
+        "bias is placed as parts along dim 0 over tp, but every rank holds the size of the whole: the shape (8, 5) "
         "under this layout, (4, 5) on one device",
         "axis tp",
     ),

@@ -12,7 +12,7 @@ from moeverify.report.explanation import number_findings
 from moeverify.report.next_steps import Kept
 from moeverify.results.brief import MOST_BYTES
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.finding import Finding
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunResult
 
@@ -105,7 +105,7 @@ def test_one_finding_can_be_asked_for() -> None:
 def test_a_case_without_a_verdict_has_its_reason() -> None:
     report = RankReport.of(
         0,
-        RankEnd(how=End.RAISED, error="ValueError: no"),
+        RankEnd(how=EndKind.RAISED, error="ValueError: no"),
         summary="ValueError: no",
         stack="  File x\nValueError: no",
     )

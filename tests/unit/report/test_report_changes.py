@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.report.changes import compare_runs, same_verdicts
-from moeverify.report.changes_text import render_changes
+from moeverify.report.changes import compare_runs, render_changes, same_verdicts
 from moeverify.results.finding import CheckResult, Worst
 
 

@@ -25,7 +25,7 @@ from moeverify.report.formats.html import format_page
 from moeverify.report.formats.json import read_run
 from moeverify.report.formats.junit import format_junit
 from moeverify.report.formats.registry import FORMATS, write_run
-from moeverify.results.failure import End, RankEnd, Waiting
+from moeverify.results.failure import EndKind, RankEnd, Waiting
 from moeverify.results.load import ExpertLoad
 from moeverify.results.run import SCHEMA_VERSION, RankReport
 from moeverify.results.trace import CollectiveRecord
@@ -327,7 +327,7 @@ def test_a_hang_begins_with_the_rank_that_others_wait_for(make_case: Any) -> Non
         RankReport(
             rank=rank,
             state="hung",
-            end=RankEnd(how=End.OVER_TIME, timeout=20.0, waiting=waiting),
+            end=RankEnd(how=EndKind.OVER_TIME, timeout=20.0, waiting=waiting),
             summary=f"it is at net.py:{rank}",
             stack="",
         )

@@ -11,7 +11,7 @@ import pytest
 from moeverify.report.meetings import align_records
 from moeverify.report.pictures.picture import Picture, drawing, format_svg
 from moeverify.report.pictures.registry import draw_case
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 
@@ -96,7 +96,9 @@ def picture() -> Picture:
     from moeverify.results.run import CaseResult
 
     traces = {rank: make_trace(rank, 2, "started") for rank in (0, 2, 3)} | {1: make_trace(1, 1)}
-    ends = {rank: RankEnd(how=End.STOPPED) for rank in (0, 2, 3)} | {1: RankEnd(how=End.KILLED, signal=9)}
+    ends = {rank: RankEnd(how=EndKind.STOPPED) for rank in (0, 2, 3)} | {
+        1: RankEnd(how=EndKind.KILLED, signal=9)
+    }
     case = CaseResult(
         name="ep2",
         file="cases/ep2.yaml",

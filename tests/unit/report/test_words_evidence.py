@@ -60,7 +60,10 @@ LINES = [
         "forward passes of step 0: 1 of 8 rows in RUN_A, 4 of 2 rows in RUN_B; record RUN_A again with passes of 2 "
         "rows each, and compare with that",
     ),
-    (RightAlike(axis="tp", num_right=2, num_alike=3), "2 of the 3 gradients that lie on tp alike match"),
+    (
+        RightAlike(axis="tp", num_right=2, num_alike=3),
+        "2 of the 3 gradients with the same placement on tp match",
+    ),
     (
         FitResult(contributions=(Contribution(part=WHOLE, factor=Factor(value=2.0)),), residual=1.2e-15),
         "relative fit residual 1.2e-15",

@@ -14,7 +14,7 @@ from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
 from moeverify.results.guard import TokenFacts
 from moeverify.results.observation import AmbiguousCount
-from moeverify.results.place import CallSite
+from moeverify.results.place import UserCall
 from moeverify.results.script import CallFacts, CallRule, CopyFacts, MemberFacts
 from moeverify.scripts.compare.compare import _name_unequal_start
 from moeverify.scripts.compare.places import Placed, Places
@@ -22,7 +22,7 @@ from moeverify.scripts.compare.places import Placed, Places
 
 def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:
     found = {"check": "x", "tensor": "up", "step": 0, "rank": 1, "ranks": (0, 1), "error": 1.0, "bound": 0.0}
-    lines = tuple(CallSite(name="backward", site=site) for site in sites)
+    lines = tuple(UserCall(name="backward", site=site) for site in sites)
     return Finding.model_validate({**found, "facts": facts, "sites": lines, **changes})
 
 
@@ -33,7 +33,7 @@ def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:
         (CopyFacts(kind="shards", names=("a", "b")), "the shards of 2 tensors began with the same values"),
         (
             CopyFacts(kind="sums", names=("a",), num_ranks=4, site="m.py:1"),
-            "the sum is 4 times that of one rank",
+            "the sum is 4 times one rank's value",
         ),
         (TokenFacts(num_rows=4, num_shared=4, num_steps=4, shift=-2), "each 2 forward passes earlier"),
         (CallFacts(rule=CallRule.SCALED_CLIP, norm=1024.0), "multiplied by the loss scale 1024"),
@@ -64,6 +64,6 @@ def test_replicas_of_which_one_began_otherwise_are_named() -> None:
     run: Any = SimpleNamespace(world_size=2)
     whole = Places({(rank, "up"): Placed("up", Region.whole((2, 2))) for rank in (0, 1)})
     one = make_finding(None, check="initial state", ranks=(1,))
-    assert "seeded or broadcast" in _name_unequal_start(one, whole, run).cause
+    assert "seeded differently" in _name_unequal_start(one, whole, run).cause
     assert not _name_unequal_start(one, Places(), run).cause  # parts
     assert not _name_unequal_start(make_finding(None, check="initial state"), whole, run).cause

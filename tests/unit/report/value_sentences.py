@@ -181,7 +181,7 @@ VALUES = [
     ),
     (
         explain(Cause.STATE, Quantity.ROUTING_COUNT, Miscounted(expected=276, actual=276, rank=1)),
-        "rank 1 counts 276 choices, as many as are expected, but not of the expected experts",
+        "rank 1 counts 276 choices, the expected number, but for other experts than expected",
         "",
     ),
     (
@@ -218,7 +218,7 @@ VALUES = [
     ),
     (
         explain(Cause.METRIC, Quantity.EXPERT_CHOICE, Altered(), tensors=("moe.router",)),
-        "only what is reported of moe.router is wrong: what its block puts out matches",
+        "only the report of moe.router is wrong: the output of its block matches",
         "",
     ),
     (
@@ -281,13 +281,13 @@ VALUES = [
     ),
     (
         explain(Cause.BACKWARD, BACK, Altered(is_no_number=True), module="layers.0.attention"),
-        "first divergence in backward: layers.0.attention (its output gradient matches, what it passes back has "
+        "first divergence in backward: layers.0.attention (its output gradient matches, its input gradient has "
         "values that are no numbers)",
         "layers.0.attention",
     ),
     (
         explain(Cause.BACKWARD, BACK, Altered(), module=""),
-        "first divergence in backward: the model (its output gradient matches, what it passes back does not)",
+        "first divergence in backward: the model (its output gradient matches, its input gradient does not)",
         "the model",
     ),
     (
@@ -328,7 +328,7 @@ VALUES = [
     ),
     (
         explain(Cause.STATE, Quantity.LOADED, Altered()),
-        "the loaded tensor has other values than were saved, and none that are known",
+        "the loaded tensor has neither the saved values nor those of another known tensor",
         "",
     ),
     (

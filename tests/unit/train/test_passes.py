@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moeverify.explain.record import Recorder
-from moeverify.results.data import Batch
+from moeverify.results.data import BatchField
 from moeverify.train.calls.hooks import install
 from moeverify.train.calls.listener import Listener
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap
@@ -96,7 +96,7 @@ def test_what_a_pipeline_reads_to_learn_shapes_is_no_batch(model: Model) -> None
     reads.step = 0
     run_pipeline(model)
     reads.remove()
-    for what, name, wanted in ((Batch.TOKENS, "embed", TOKENS), (Batch.LABELS, MODEL, TARGETS)):
+    for what, name, wanted in ((BatchField.TOKENS, "embed", TOKENS), (BatchField.LABELS, MODEL, TARGETS)):
         found = torch.cat(reads.reads[0, what][name])
         assert torch.equal(found.flatten().to(torch.int64), wanted.flatten())
 

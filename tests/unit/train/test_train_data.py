@@ -10,13 +10,13 @@ import torch
 from moeverify.cases.axes.split import split_rows
 from moeverify.cases.schema import ContextParallel, Data
 from moeverify.parallel.context_parallel import split_positions
-from moeverify.train.data import IGNORED, Batch, Share, make_batch, whole_share
+from moeverify.train.data import IGNORED, MicroBatch, Share, make_batch, whole_share
 
 DATA = Data(batch=8, seq_len=16, min_valid=0.4)
 CPU = torch.device("cpu")
 
 
-def make(share: Share, *, data: Data = DATA, seed: int = 0, step: int = 0) -> Batch:
+def make(share: Share, *, data: Data = DATA, seed: int = 0, step: int = 0) -> MicroBatch:
     return make_batch(data, 97, seed, step, share, CPU)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moeverify.cases.schema import Data, MoE
 from moeverify.model.router import RouterStats, summarize
-from moeverify.train.data import Batch, Share, make_batch, whole_share
-from moeverify.train.objective import Normalizers, Sums, count_valid, router_losses
+from moeverify.train.data import MicroBatch, Share, make_batch, whole_share
+from moeverify.train.objective import GroupSums, Normalizers, count_valid, router_losses
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 6, 2, 2
 DATA = Data(batch=4, seq_len=8, min_valid=0.3)
@@ -38,11 +38,11 @@ def logits() -> Tensor:
     ).requires_grad_()
 
 
-def make(share: Share) -> Batch:
+def make(share: Share) -> MicroBatch:
     return make_batch(DATA, 50, 0, 0, share, torch.device("cpu"))
 
 
-def make_stats(logits: Tensor, share: Share) -> tuple[Batch, list[RouterStats]]:
+def make_stats(logits: Tensor, share: Share) -> tuple[MicroBatch, list[RouterStats]]:
     batch = make(share)
     stats = []
     for layer in logits:
@@ -78,14 +78,14 @@ def differentiate(loss: Tensor, logits: Tensor) -> Tensor:
 
 
 def normalize() -> Normalizers:
-    return count_valid([make(whole_share(DATA))], Sums(), DATA.batch)
+    return count_valid([make(whole_share(DATA))], GroupSums(), DATA.batch)
 
 
 @pytest.mark.parametrize("scope", ["sequence", "batch"])
 def test_formulas(scope: str, logits: Tensor) -> None:
     batch, stats = make_stats(logits, whole_share(DATA))
     for found, expected in zip(
-        router_losses(spec(scope), stats, batch, normalize(), Sums()),
+        router_losses(spec(scope), stats, batch, normalize(), GroupSums()),
         compute_by_hand(logits, scope),
         strict=True,
     ):
@@ -98,7 +98,8 @@ def test_formulas(scope: str, logits: Tensor) -> None:
 def test_sequence_and_batch_scope_differ(logits: Tensor) -> None:
     batch, stats = make_stats(logits, whole_share(DATA))
     found = [
-        router_losses(spec(scope), stats, batch, normalize(), Sums())[0] for scope in ("sequence", "batch")
+        router_losses(spec(scope), stats, batch, normalize(), GroupSums())[0]
+        for scope in ("sequence", "batch")
     ]
     assert abs((found[0] - found[1]).item()) > 1e-4
 
@@ -109,9 +110,9 @@ def test_a_perfect_balance_costs_the_coefficient() -> None:
     ids = torch.stack([torch.arange(NUM_EXPERTS), (torch.arange(NUM_EXPERTS) + 1) % NUM_EXPERTS], dim=-1)
     flat = torch.zeros(2, NUM_EXPERTS, NUM_EXPERTS, dtype=torch.float64)
     stats = summarize(flat, flat.softmax(-1), ids.expand(2, -1, -1), batch.valid)
-    normalizers = count_valid([batch], Sums(), 2)
+    normalizers = count_valid([batch], GroupSums(), 2)
     for scope in ("sequence", "batch"):
-        balance, z = router_losses(spec(scope), [stats], batch, normalizers, Sums())
+        balance, z = router_losses(spec(scope), [stats], batch, normalizers, GroupSums())
         assert balance.item() == pytest.approx(0.3, rel=1e-14)
         assert z.item() == pytest.approx(0.07 * torch.tensor(6.0).log().item() ** 2, rel=1e-6)
 
@@ -136,7 +137,7 @@ def add_up(
         def over_batch(counts: Tensor) -> Tensor:
             return torch.stack([count_layers(other).sum(dim=1) for _, other in made]).sum(dim=0)
 
-        sums = Sums(over_batch=over_batch, over_sequence=over_sequence)
+        sums = GroupSums(over_batch=over_batch, over_sequence=over_sequence)
         for number, loss in enumerate(router_losses(spec(scope), stats, batch, normalizers, sums)):
             totals[number] = totals[number] + loss
     return totals[0], totals[1]
@@ -160,13 +161,13 @@ def test_addends_of_ranks_are_the_whole(scope: str, logits: Tensor) -> None:
 def test_addends_of_micro_batches_are_the_whole(logits: Tensor) -> None:
     parts = whole_share(DATA).micro_batches(2)
     batches = [make(part) for part in parts]
-    normalizers = count_valid(batches, Sums(), DATA.batch)
+    normalizers = count_valid(batches, GroupSums(), DATA.batch)
     assert int(normalizers.num_valid) == int(make(whole_share(DATA)).valid.sum())
     assert len({int(batch.valid.sum()) for batch in batches}) == 2  # or equal weights would be right too
     totals = [torch.zeros((), dtype=torch.float64)] * 2
     for part in parts:
         batch, stats = make_stats(logits, part)
-        losses = router_losses(spec("sequence"), stats, batch, normalizers, Sums())
+        losses = router_losses(spec("sequence"), stats, batch, normalizers, GroupSums())
         totals = [total + loss for total, loss in zip(totals, losses, strict=True)]
     for total, expected in zip(totals, compute_by_hand(logits, "sequence"), strict=True):
         assert total.item() == pytest.approx(expected.item(), rel=1e-13)

@@ -11,12 +11,12 @@ from moeverify.cases.schema import Data, MoE, Optimizer, Recipe, ReferenceModel,
 from moeverify.cases.validation.load import build_case
 from moeverify.cases.validation.sketch import find_sketch_problems
 from moeverify.parallel.regions.region import Region
-from moeverify.parallel.regions.sketch import WIDTH, Grid, estimate_squares, hash_blocks, sketch
+from moeverify.parallel.regions.sketch import WIDTH, BlockGrid, estimate_squares, hash_blocks, sketch
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import BySketch
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.verification.checks.base import Compared
+from moeverify.verification.checks.base import ComparedTensors
 from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.checks.golden_tensors import CHECKS
 from moeverify.verification.compare.assembled import Assembled, assemble
@@ -24,7 +24,7 @@ from moeverify.verification.golden.sketched import SketchRecorder, add_sketches,
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.plan import plan_golden
 from moeverify.verification.golden_run.sketched import make_sketched_golden
-from moeverify.verification.golden_run.streamed import StreamedRun, Visit, list_visits
+from moeverify.verification.golden_run.streamed import StreamedRun, StreamVisit, list_visits
 from moeverify.verification.golden_run.streamed_unit import Numerics
 from moeverify.verification.worker.by_sketch import SketchComparison, estimate_entries
 
@@ -78,7 +78,9 @@ def test_sketches_and_hashes_of_shards_add_up(shape: tuple[int, ...]) -> None:
         assert torch.equal(
             sum(hash_blocks(part.take(values), part) for part in parts), hash_blocks(values, whole)
         )
-        assert torch.equal(sum(Grid.of(shape).count_in(part) for part in parts), Grid.of(shape).count())
+        assert torch.equal(
+            sum(BlockGrid.of(shape).count_in(part) for part in parts), BlockGrid.of(shape).count()
+        )
 
 
 def test_an_error_is_found_in_its_block_with_its_size() -> None:
@@ -87,7 +89,9 @@ def test_an_error_is_found_in_its_block_with_its_size() -> None:
     wrong[5] *= 1.25
     expected, actual = (sketch(each, Region.whole(shape)) for each in (right, wrong))
     squares = estimate_squares(expected, actual)
-    places = {Grid.of(shape).locate(block)[0] for block in (squares > 1e-12).nonzero().reshape(-1).tolist()}
+    places = {
+        BlockGrid.of(shape).locate(block)[0] for block in (squares > 1e-12).nonzero().reshape(-1).tolist()
+    }
     assert places == {range(5, 6)}
     assert float(squares.sum().sqrt() / (wrong - right).norm()) == pytest.approx(1.0, abs=0.5)
 
@@ -122,8 +126,8 @@ def test_a_streamed_run_equals_the_run_of_the_whole_model(tmp_path: Path, change
 def test_an_interrupted_golden_goes_on_after_its_last_visit(tmp_path: Path) -> None:
     recipe, made = make_recipe(), []
 
-    def interrupt(visit: Visit, seconds: float) -> None:
-        if visit.what == "total":
+    def interrupt(visit: StreamVisit, seconds: float) -> None:
+        if visit.stage == "total":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -241,7 +245,7 @@ def test_an_error_near_its_bound_is_left_open(
     tensor = estimate(Golden(right), (right * 1.15, Region.whole(SHAPE)))
     bounds = Bounds(Tolerance(kind="fixed", rtol=bound, atol=0.0), "float64", {})
     check = next(check for check in CHECKS if check.name == CheckName.GRADIENT)
-    outcome = check.compare(Compared({}, {tensor.key: tensor}, bounds))
+    outcome = check.compare(ComparedTensors({}, {tensor.key: tensor}, bounds))
     assert outcome is not None
     assert outcome.result.verdict == verdict
     assert outcome.result.facts == BySketch(num_projections=8, num_tensors=1, num_open=num_open)

@@ -27,7 +27,7 @@ class MutationOperator:
 
 
 def expression(text: str, **parts: ast.expr) -> ast.expr:
-    """Return the tree of an expression, with copies of `parts` in place of the names that denote them.
+    """Return the tree of an expression, with each name of a part replaced by a copy of the part.
 
     Example: `expression("x + 1", x=node)` is the tree of that node plus one.
     """

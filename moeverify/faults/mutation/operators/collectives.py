@@ -152,7 +152,7 @@ OPERATORS = (
     MutationOperator("drop-collective", "a collective is not called", _drop, _SUMS_OFF),
     MutationOperator("double-collective", "a collective is called twice", _double, _SUMS_OFF),
     MutationOperator("swap-collective", "another collective, or another backward", _swap, _SUMS_OFF),
-    MutationOperator("reorder", "what goes out and what comes in are exchanged", _reorder, _MOVED),
+    MutationOperator("reorder", "arguments for sending and for receiving are exchanged", _reorder, _MOVED),
     MutationOperator("other-group", "over other ranks", _regroup, _SUMS_OFF | {Cause.LAYOUT}),
     MutationOperator("other-reduction", "a sum, a mean or a maximum in place of another", _reduce, _SUMS_OFF),
 )

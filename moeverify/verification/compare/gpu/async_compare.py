@@ -3,7 +3,7 @@
 Training waits only if the copies exceed their memory limit. The path of a shard through the threads:
 
 1. training thread: copy it on the device, many shards per launch, on the training stream (`add_all`);
-2. collector thread: put the copies into batches with one pair of dtypes (`staging.Packing`);
+2. collector thread: put the copies into batches with one pair of dtypes (`staging.OpenBatches`);
 3. reader threads: copy the golden values of a batch from the mapped file into pinned memory;
 4. collector thread: copy pinned memory to the device, then compare the batch in one launch, on a side stream.
 
@@ -34,8 +34,8 @@ from moeverify.verification.compare.gpu.kernels import compare_spans, is_known
 from moeverify.verification.compare.gpu.staging import (
     ROOM,
     TABLES,
+    OpenBatches,
     Packed,
-    Packing,
     StagedBatch,
     StagedShard,
     Values,
@@ -52,7 +52,7 @@ _WAYS = 8  # batches in flight
 _SHARE, _LEAST = 0.05, 1 << 26
 
 
-class _Slot:
+class _PinnedBatch:
     """Pinned memory for one batch in flight, as a torch tensor and as a NumPy array."""
 
     def __init__(self, *, pinned: bool) -> None:
@@ -63,14 +63,14 @@ class _Slot:
 @dataclass(frozen=True)
 class _Reading:
     batch: StagedBatch
-    slot: _Slot
+    slot: _PinnedBatch
     done: Future[None]
 
 
 @dataclass(frozen=True)
 class _Running:
     batch: StagedBatch  # keeps the copies alive until the device has read them
-    slot: _Slot
+    slot: _PinnedBatch
     done: Any
 
 
@@ -106,8 +106,8 @@ class AsyncComparison:
         self._lock = threading.Lock()
         self._copied = 0  # bytes of copies whose comparison may be unfinished
         # Used only by the collector thread:
-        self._packing = Packing()
-        self._slots: list[_Slot] = []
+        self._packing = OpenBatches()
+        self._slots: list[_PinnedBatch] = []
         self._num_slots = 0
         self._reading: deque[_Reading] = deque()
         self._running: deque[_Running] = deque()
@@ -201,7 +201,7 @@ class AsyncComparison:
             else:
                 self._compare()
         if not self._slots:
-            self._slots.append(_Slot(pinned=self._on_gpu))
+            self._slots.append(_PinnedBatch(pinned=self._on_gpu))
             self._num_slots += 1
         slot = self._slots.pop()
         self._reading.append(_Reading(batch, slot, self._readers.submit(batch.read, slot.array)))

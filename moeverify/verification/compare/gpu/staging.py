@@ -166,7 +166,7 @@ def _divide_evenly(sizes: Integers, most: int) -> tuple[Integers, Integers]:
     return part, (np.arange(len(part)) - before[part]) * most
 
 
-class Packing:
+class OpenBatches:
     """The open batch of each pair of dtypes."""
 
     def __init__(self) -> None:

@@ -98,8 +98,8 @@ def adapt(factory: str, fields: Mapping[str, Any]) -> tuple[str, Mapping[str, An
 class Trial:
     """Steps of one model under different sizes; `model` and `seconds` are of the last that worked.
 
-    `width` names the size that is the width of a layer, if the factory makes no model but a layer. `error` is
-    the last one, or None; `last` has the fields of the step that was tried last.
+    `width` names the size that is the width of the layer, if the factory makes a layer instead of a model.
+    `error` is the last one, or None; `last` has the fields of the step that was tried last.
     """
 
     model: CustomModel
@@ -121,8 +121,8 @@ class Trial:
     def shrink(self) -> tuple[dict[str, int], int | None]:
         """Return the changed sizes and the number of parameters that are left, or None if no step works.
 
-        A factory of which no step works is tried as that of a layer, then as that of a classifier of images, if it
-        makes no embedding.
+        If no step works and the model has no embedding, the factory is tried as one of a layer, then of an
+        image classifier.
         """
         own = self.configuration.sizes
         open_sizes = {name: size for name, size in own.items() if name not in self.configuration.guessed}
@@ -143,7 +143,7 @@ class Trial:
         return sizes, None
 
     def find_rates(self, sizes: Mapping[str, int]) -> None:
-        """Set those rates to zero without which the model draws no random numbers, whatever their names."""
+        """Set to zero the rates that make the model draw random numbers, whatever their names."""
         if not self.draws:
             return
         before = self.rates
@@ -243,7 +243,7 @@ class _Nothing:
 
 
 def list_losses(module: ModuleType) -> Iterator[str | None]:
-    """Yield the losses to try: those beside the factory, the built-in one, and those of usual outputs."""
+    """Yield the losses to try: losses beside the factory, the built-in loss, and losses of common outputs."""
     for name, found in vars(module).items():
         if "loss" in name and inspect.isfunction(found) and found.__module__ == module.__name__:
             parameters = inspect.signature(found).parameters.values()
@@ -255,7 +255,7 @@ def list_losses(module: ModuleType) -> Iterator[str | None]:
 
 
 def find_min_valid(loss: str | None) -> float:
-    """Return the least fraction of valid targets in a row for a loss: a model that computes its own needs all."""
+    """Return the least fraction of valid targets per row that a loss supports; a model's own loss needs all."""
     return 1.0 if loss == _LOSS_OF_MODEL else 0.5
 
 

@@ -13,7 +13,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.facts import ReboundFacts
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.options import RunOptions
-from moeverify.verification.controller.reshard import Pair, make_pairs, run_pairs
+from moeverify.verification.controller.reshard import LayoutPair, make_pairs, run_pairs
 
 pytestmark = pytest.mark.timeout(900)  # many jobs of two ranks, on a machine that may be busy
 
@@ -68,15 +68,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult
     for name in ("write_late", *FINDINGS, *REFUSALS, *REBOUND):
         saver = make_case(f"{name}-saves", asynchronous=name in IN_BACKGROUND)
         loader = saver if name == "forget_generators" else make_case(f"{name}-loads", dp_shard=2)
-        pairs[name] = Pair(saver, loader)
+        pairs[name] = LayoutPair(saver, loader)
         faults[pairs[name].name] = f"reshard_faults:{name}"
     # The second exchange happens while the save is written in the background.
     exchange = {"1": "blocks", "2": "everywhere"}
     exchanged = make_case("exchanged", True, **LAYOUT, placement="striped", exchange=exchange)
     replicas = [[0, 9, 2, 12, 4, 5, 6, 15], [8, 1, 10, 11, 3, 13, 14, 7, 0]]
-    pairs["placed"] = Pair(exchanged, make_case("placed", **LAYOUT, placement=replicas))
+    pairs["placed"] = LayoutPair(exchanged, make_case("placed", **LAYOUT, placement=replicas))
     ddp = make_case("ddp-of-four", dp_replicate=4, data_parallel="ddp")
-    pairs["ddp"] = Pair(ddp, ddp)
+    pairs["ddp"] = LayoutPair(ddp, ddp)
     options = RunOptions(
         device="cpu",
         folder=folder / "run",

@@ -16,7 +16,7 @@ from forked.python import ForkedPython
 
 import moeverify
 from moeverify.report.words.failure import describe_failure
-from moeverify.results.failure import End, RankEnd
+from moeverify.results.failure import EndKind, RankEnd
 from moeverify.verification.launch.plan import Job, JobOutcome
 
 ENVIRONMENT = {
@@ -201,7 +201,7 @@ def test_srun_with_a_rank_that_raises_ends_every_task(
     check_common(outcomes)
     origin = outcomes[3].rank_reports[0]
     assert (origin.rank, origin.state) == (rank, "raised")
-    assert origin.end == RankEnd(how=End.RAISED, error="ArithmeticError: the sum does not add up")
+    assert origin.end == RankEnd(how=EndKind.RAISED, error="ArithmeticError: the sum does not add up")
 
 
 def test_srun_with_a_rank_that_raises_wakes_a_peer_outside_any_collective(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeverify.report.words.failure import describe_failure, word_report
-from moeverify.results.failure import End, FailureCause
+from moeverify.results.failure import EndKind, FailureCause
 from moeverify.verification.launch.launcher import run_jobs
 from moeverify.verification.launch.plan import Job, JobOutcome
 
@@ -106,7 +106,7 @@ def test_a_rank_that_is_killed(outcomes: dict[str, JobOutcome]) -> None:
     origin, peer = outcome.rank_reports
     assert (outcome.state, origin.rank, origin.state) == ("failed", 1, "killed")
     assert origin.end is not None
-    assert (origin.end.how, origin.end.signal) == (End.KILLED, 9)
+    assert (origin.end.how, origin.end.signal) == (EndKind.KILLED, 9)
     assert "rank 1 was killed by SIGKILL" in describe_failure(outcome.failure)
     assert origin.last_collective.startswith("all_reduce #1 of group (0,1) on float32[3]")
     assert peer.last_collective.startswith("all_reduce #2 of group (0,1) on float32[2]")

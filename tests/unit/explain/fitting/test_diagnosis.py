@@ -16,7 +16,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.collective import IssuedCollective
-from moeverify.results.data import Batch, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
+from moeverify.results.data import BatchField, DataFacts, Misread, MisreadOnRank, ReadSource, SourceKind
 from moeverify.results.explanation import Quantity
 from moeverify.results.facts import CoverageFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
@@ -314,7 +314,7 @@ def test_what_no_rank_has_of_the_model_leads_and_all_else_follows() -> None:
 
 def find_data(step: int) -> Finding:
     misread = Misread(
-        batch=Batch.TOKENS,
+        batch=BatchField.TOKENS,
         step=step,
         micro_batch=0,
         num_micro_batches=1,

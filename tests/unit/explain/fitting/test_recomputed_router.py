@@ -115,7 +115,7 @@ def test_a_gradient_that_nothing_explains_follows_from_one_that_something_does()
         ),
         (
             {"term": "combine", "factors": {0: None}, "in_router": True},
-            "the gradient of the router's weight is not what follows from its input and what comes back to it",
+            "the gradient of the router's weight does not follow from its input and its output gradient",
         ),
     ],
 )

@@ -16,8 +16,8 @@ from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.explain import MICRO_BATCHES, RANKS, list_sources
 from moeverify.scripts.compare.places import Placed, Places
 from moeverify.scripts.compare.sites import add_sites
-from moeverify.scripts.record.lines import Rows, Span, Values, Where
-from moeverify.train.calls.call import Call
+from moeverify.scripts.record.lines import Rows, ShardRegion, Span, Values
+from moeverify.train.calls.call import LoopCall
 
 WHOLE = Region.whole((4, 2))
 HALVES = [Region.box((4, 2), [range(start, start + 2), range(2)]) for start in (0, 2)]
@@ -25,7 +25,7 @@ HALVES = [Region.box((4, 2), [range(start, start + 2), range(2)]) for start in (
 
 def make_run(*ranks: dict[str, int], shape: tuple[int, int] = (4, 2)) -> Any:
     """Return a run whose ranks drew these initial values, given by their hashes."""
-    where = Where(shape=shape, dims=tuple(Span(start=0, stop=size) for size in shape))
+    where = ShardRegion(shape=shape, dims=tuple(Span(start=0, stop=size) for size in shape))
     found = [
         SimpleNamespace(
             rank=number,
@@ -72,7 +72,9 @@ class Gradients:
 
     def __init__(self, places: Places, numbers: dict[int, int], factors: dict[int, float]) -> None:
         self.places, self.factors = places, factors
-        calls = [Call(step=step, name="backward") for step, number in numbers.items() for _ in range(number)]
+        calls = [
+            LoopCall(step=step, name="backward") for step, number in numbers.items() for _ in range(number)
+        ]
         values = {(step, "gradient", "up"): SimpleNamespace(step=step) for step in numbers}
         ranks = [SimpleNamespace(rank=rank, calls=calls, values=values) for rank in (0, 1)]
         self.actual = self.expected = SimpleNamespace(ranks=ranks, world_size=2, steps=list(numbers))
@@ -105,7 +107,8 @@ def test_a_number_that_the_run_rules_out_is_no_source(
 def test_a_finding_has_the_lines_of_its_rank() -> None:
     run = make_run({"up": 5})
     calls = [
-        Call(step=1, name=name, site=f"train.py:{n}") for n, name in enumerate(("backward", "optimizer step"))
+        LoopCall(step=1, name=name, site=f"train.py:{n}")
+        for n, name in enumerate(("backward", "optimizer step"))
     ]
     run.ranks[0].calls = calls
     run.ranks[0].rows = [Rows(step=1, name="0", shape=(1, 2), rows=(1,), site="data.py:9")]

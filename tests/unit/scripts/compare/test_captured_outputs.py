@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moeverify.scripts.compare.outputs import OutputComparer
-from moeverify.scripts.record.lines import Header, Output, Where
+from moeverify.scripts.record.lines import Header, Output, ShardRegion
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 
 UNIT = 2.0**-9
@@ -23,7 +23,7 @@ def make_comparer() -> OutputComparer:
             forward=0,
             name="block",
             is_input=is_input,
-            where=Where(shape=(1,)),
+            where=ShardRegion(shape=(1,)),
             dtype="float32",
             offset=0,
             bits=0,

@@ -17,7 +17,7 @@ from moeverify.scripts.guard.detached import DetachedParts
 from moeverify.scripts.guard.order import CallOrder
 from moeverify.scripts.record.lines import Header, Options
 from moeverify.scripts.record.read import RankRecord
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_scale
 from moeverify.train.calls.rules import find_misplaced_clip, find_scaled_clip
 
@@ -66,7 +66,8 @@ def find(
             own = optimizer.param_groups[0]["params"]
             order.see_step(optimizer, {id(each): kept for each in own})
         calls = [
-            Call(step=step, name=name, discarded=float(name == "zero_grad"), scale=scale) for name in names
+            LoopCall(step=step, name=name, discarded=float(name == "zero_grad"), scale=scale)
+            for name in names
         ]
         order.end_step(calls, rows, has_closure=has_closure, num_dropouts=num_dropouts)
         found += [finding.tensor for finding in order.find(step, 0)]
@@ -163,10 +164,12 @@ def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:
     assert not find((*skipped, "forward", "backward", "scaler unscale", "scaler step", "optimizer step"))
 
 
-def make_calls(*names: str, limit: float = 1.0, site: str = "a") -> list[Call]:
+def make_calls(*names: str, limit: float = 1.0, site: str = "a") -> list[LoopCall]:
     """Return calls whose clips have a limit, and a scaler with the loss scale 1024."""
     return [
-        Call(step=0, name=name, site=site, scale=1024.0, max_norm=limit if name.startswith("clip") else None)
+        LoopCall(
+            step=0, name=name, site=site, scale=1024.0, max_norm=limit if name.startswith("clip") else None
+        )
         for name in names
     ]
 

@@ -10,10 +10,10 @@ from moeverify.results.guard import DriftFacts, TokenFacts
 from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.judge import add_sites, find_stages
-from moeverify.scripts.guard.lines import GroupLine, Pass, RankHeader, StepRecord, SumLine, TensorLine
+from moeverify.scripts.guard.lines import GroupLine, PassHashes, RankHeader, StepRecord, SumLine, TensorLine
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
-from moeverify.train.calls.call import Call
+from moeverify.train.calls.call import LoopCall
 
 
 def make_tensor(name: str, *, is_varied: bool = True, site: str = "") -> TensorLine:
@@ -195,7 +195,7 @@ def find_tokens(*, losses: float = 0.0, shift: int = 0, seed: int = 0, wrapped: 
             changes = {
                 "rows": ((row,),),
                 "losses": (1.0 + rank * losses,),
-                "passes": (Pass(number=step, row=row, states=(state, 7)),),
+                "passes": (PassHashes(number=step, row=row, states=(state, 7)),),
             }
             records[rank] = records[rank].model_copy(update=changes)
         found += [each.facts.shift for each in rule.find(records) if isinstance(each.facts, TokenFacts)]
@@ -217,7 +217,8 @@ def test_one_stream_of_rows_that_ranks_draw_at_other_times_is_found() -> None:
 def test_a_finding_has_the_lines_of_its_calls() -> None:
     headers = make_headers(make_tensor("up", site="model.py:3"), data_ranks=(0, 1))
     calls = tuple(
-        Call(step=0, name=name, site=f"train.py:{n}") for n, name in enumerate(("backward", "optimizer step"))
+        LoopCall(step=0, name=name, site=f"train.py:{n}")
+        for n, name in enumerate(("backward", "optimizer step"))
     )
     records = {
         rank: StepRecord(step=0, rank=rank, rows=((1,),), calls=calls, data_site="data.py:5")

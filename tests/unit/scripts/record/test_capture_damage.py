@@ -16,7 +16,7 @@ from moeverify.errors import FormatError
 from moeverify.scripts.record.lines import VERSION
 from moeverify.scripts.record.operators import read_operators
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import install
 
@@ -25,7 +25,7 @@ from moeverify.train.calls.hooks import install
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a script of one step."""
     folder = tmp_path_factory.mktemp("damage") / "run"
-    recorder = Recorder(Settings(out=folder, last=0, outputs=True, operators=0), 0, 1)
+    recorder = ScriptRecorder(Settings(out=folder, last=0, outputs=True, operators=0), 0, 1)
     hooks = install(recorder)
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,7 @@ from moeverify.results.script import OptionFacts
 from moeverify.scripts.compare.compare import compare_runs
 from moeverify.scripts.record.command import count_steps
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import Hooks, install
 
@@ -30,7 +30,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
     installed: list[Hooks] = []
 
     def run(name: str, script: Callable[[], object]) -> Path:
-        recorder = Recorder(Settings(out=tmp_path / name, first=0, last=5), 0, 1)
+        recorder = ScriptRecorder(Settings(out=tmp_path / name, first=0, last=5), 0, 1)
         installed.append(install(recorder))
         torch.manual_seed(0)
         script()

@@ -16,7 +16,7 @@ from moeverify.errors import FormatError
 from moeverify.results.operator_table import OperatorTable
 from moeverify.scripts.compare.operators import compare_operators
 from moeverify.scripts.record.operators import LIST_FILE, VALUES_FILE, read_operators
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import install
 
@@ -56,7 +56,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
     def run(
         name: str, *, rank: int = 0, world_size: int = 1, step: int = 1, limit: int = 2**20, **options: Any
     ) -> Path:
-        recorder = Recorder(
+        recorder = ScriptRecorder(
             Settings(out=tmp_path / name, first=0, last=2, operators=step, limit=limit), rank, world_size
         )
         hooks = install(recorder)

@@ -18,7 +18,7 @@ from moeverify.scripts.record.lines import Output
 from moeverify.scripts.record.outputs import ModuleOutputs, choose_stride, split_rows
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import Hooks, install
 
@@ -32,7 +32,7 @@ def record(tmp_path: Path) -> Iterator[Record]:
 
     def run(*, limit: int = 2**20, **options: object) -> RecordedRun:
         out = tmp_path / str(len(list(tmp_path.iterdir())))
-        recorder = Recorder(Settings(out=out, first=0, last=1, outputs=True, limit=limit), 0, 1)
+        recorder = ScriptRecorder(Settings(out=out, first=0, last=1, outputs=True, limit=limit), 0, 1)
         installed.append(install(recorder))
         train(**options)
         recorder.close()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from moeverify.scripts.record.read import RecordedRun
-from moeverify.scripts.record.recorder import Recorder
+from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import install
 
@@ -23,7 +23,7 @@ def get_batch(data: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 
 def train(settings: Settings, rank: int, *, ranks: int, passes: int, rows: int = 2) -> list[float]:
     """Train one rank, and return its losses. The labels are no input of the model."""
-    recorder = Recorder(settings, rank, ranks)
+    recorder = ScriptRecorder(settings, rank, ranks)
     hooks = install(recorder)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Dropout(0.5), nn.Linear(4, 8))

@@ -27,9 +27,9 @@ from moeverify.tools.weights.description import read_description
 from moeverify.tools.weights.families import FAMILIES as TABLES
 from moeverify.tools.weights.families import read_config
 from moeverify.tools.weights.load import load_weights
-from moeverify.train.data import Batch, whole_share
+from moeverify.train.data import MicroBatch, whole_share
 from moeverify.train.data import make_batch as make_batch_of_ranks
-from moeverify.train.objective import Normalizers, Sums, router_losses
+from moeverify.train.objective import GroupSums, Normalizers, router_losses
 
 AS_IT_IS = 1e-5  # observed: at most 1.1e-6
 WIDENED = 1e-13  # observed: at most 2.3e-15
@@ -114,11 +114,11 @@ def compute_balance(model: Transformer, tokens: Tensor, coefficient: float) -> t
     moe = model.spec.moe.model_copy(update={"balance_coef": coefficient, "balance_scope": "batch"})
     output = model(tokens)
     batch = make_whole_batch(Data(batch=B, seq_len=S))
-    balance, _ = router_losses(moe, output.routers, batch, Normalizers(torch.tensor(B * S), B), Sums())
+    balance, _ = router_losses(moe, output.routers, batch, Normalizers(torch.tensor(B * S), B), GroupSums())
     return output.logits, balance
 
 
-def make_whole_batch(data: Data) -> Batch:
+def make_whole_batch(data: Data) -> MicroBatch:
     return make_batch_of_ranks(data, 96, 0, 0, whole_share(data), torch.device("cpu"))
 
 

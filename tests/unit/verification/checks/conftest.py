@@ -15,7 +15,7 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.train.program import Program
 from moeverify.train.schedule import list_rates
-from moeverify.verification.checks.base import Outcome, Shown, Watch
+from moeverify.verification.checks.base import CheckOutcome, ShownTensors, Watch
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
 
 MODEL = {
@@ -63,11 +63,13 @@ def make_one_device_case() -> Callable[..., Case]:
 
 
 @pytest.fixture
-def judge_steps(run_ranks: Callable[..., Any], train_alone: Callable[..., Any]) -> Callable[..., Outcome]:
+def judge_steps(
+    run_ranks: Callable[..., Any], train_alone: Callable[..., Any]
+) -> Callable[..., CheckOutcome]:
     """Return a function that trains with an optimizer on one device and judges its steps."""
-    shown: Shown = run_ranks({0: {}}).shown()
+    shown: ShownTensors = run_ranks({0: {}}).shown()
 
-    def do(optimizer: Mapping[str, Any], precision: str, **options: Any) -> Outcome:
+    def do(optimizer: Mapping[str, Any], precision: str, **options: Any) -> CheckOutcome:
         case = make_case({**optimizer, **options}, precision)
         rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program))
         rates = list_rates(case.recipe.optimizer, case.recipe.steps)

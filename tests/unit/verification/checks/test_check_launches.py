@@ -19,7 +19,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.verification.checks import recomputed_step
 from moeverify.verification.checks.gathered_weights import GatheredWatch
-from moeverify.verification.checks.recomputed_step import Row, Sampled, read_batch, recompute
+from moeverify.verification.checks.recomputed_step import RecomputedTensor, Sampled, read_batch, recompute
 from moeverify.verification.checks.sampling import sample_all
 
 Group = tuple[Sequence[Sampled], float]
@@ -62,7 +62,7 @@ def make_group(num_shards: int, weight_decay: float, seed: int, dtype: torch.dty
     return members, weight_decay
 
 
-def run(groups: Sequence[Group], name: str = "adamw") -> list[Row]:
+def run(groups: Sequence[Group], name: str = "adamw") -> list[RecomputedTensor]:
     spec = Optimizer.model_construct(betas=(0.9, 0.95), eps=1e-8, momentum=0.9)
     kind = OPTIMIZER.find(name)
     batches = recompute(kind, spec, groups, step=3, lr=0.1, clip=torch.tensor(0.5).double())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeverify.cases.schema import Tolerance
-from moeverify.verification.checks.bounds import Bounds, Criterion
+from moeverify.verification.checks.bounds import Bounds, Criterion, Norms
 from moeverify.verification.golden.noise import noise_key
 
 RELATIVE = Criterion()
@@ -24,7 +24,7 @@ def bound(
     expected_norm: float = 1.0,
     kind_norm: float = 1.0,
 ) -> float:
-    return bounds.bound(step, kind, name, criterion, expected_norm=expected_norm, kind_norm=kind_norm)
+    return bounds.bound((step, kind, name), criterion, Norms(expected_norm, kind_norm))
 
 
 def test_calibrated_bounds_follow_the_noise_and_never_an_unusable_one() -> None:
@@ -71,13 +71,13 @@ def test_narrow_parts_widen_the_bounds_of_the_tensors_that_depend_on_them_alone(
 def test_the_parts_of_a_bound_name_their_sources() -> None:
     noise = {"0/gradient/a": 1e-3, "0/gradient/b": 5e-3, "0/gradient/c": 5e-3}
     bounds = Bounds(Tolerance(factor=8.0), "bfloat16", noise)
-    norms = {"expected_norm": 1.0, "kind_norm": 1.0}
-    parts = bounds.list_parts(0, "gradient", "a", Criterion(), **norms)
+    norms = Norms(1.0, 1.0)
+    parts = bounds.list_parts((0, "gradient", "a"), Criterion(), norms)
     assert {part: size for part, size in parts.items() if size} == pytest.approx(
         {"measured": 8e-3, "typical": 40e-3, "floor": 2.0**-7}
     )
     assert max(parts.values()) == bound(bounds, 0, "gradient", "a")
-    parts = Bounds(Tolerance(), "float64", {}).list_parts(0, "gradient", "a", Criterion(), **norms)
+    parts = Bounds(Tolerance(), "float64", {}).list_parts((0, "gradient", "a"), Criterion(), norms)
     assert max(parts, key=parts.__getitem__) == "floor"
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from moeverify.results.finding import Finding
 from moeverify.results.script import CallFacts, CallRule
-from moeverify.train.calls.call import Call
-from moeverify.verification.checks.base import Shown
+from moeverify.train.calls.call import LoopCall
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.calls import RankCalls, judge_calls
 
 RIGHT = ("zero_grad", "backward", "backward", "clip_grad_norm_", "optimizer step", "scheduler step")
@@ -22,10 +22,10 @@ class _Place:
         return {"dp_shard": rank}
 
 
-def make_calls(*names: str, kept: float = 0.0) -> tuple[Call, ...]:
+def make_calls(*names: str, kept: float = 0.0) -> tuple[LoopCall, ...]:
     first = names.index("backward") if "backward" in names else -1
     return tuple(
-        Call(
+        LoopCall(
             step=0,
             name=name,
             site=f"train.py:{place}",
@@ -36,9 +36,9 @@ def make_calls(*names: str, kept: float = 0.0) -> tuple[Call, ...]:
     )
 
 
-def judge(*by_rank: dict[int, tuple[Call, ...]], num_micro_batches: int = 2) -> tuple[Finding, ...]:
+def judge(*by_rank: dict[int, tuple[LoopCall, ...]], num_micro_batches: int = 2) -> tuple[Finding, ...]:
     reports = [RankCalls(steps, num_micro_batches) for steps in by_rank]
-    return judge_calls(cast(Shown, _Place()), reports).findings
+    return judge_calls(cast(ShownTensors, _Place()), reports).findings
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ from torch import Tensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.train import program
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.clip import GradientWatch, judge_norms
 
 SGD = {"name": "sgd", "lr": 0.1, "clip_norm": 0.2}
 SHAPE = (8, 6)
 HALVES = [Region.box(SHAPE, [range(4), range(6)]), Region.box(SHAPE, [range(4, 8), range(6)])]
-Judge = Callable[..., Outcome]
+Judge = Callable[..., CheckOutcome]
 
 
 @pytest.fixture
 def judge(run_ranks: Callable, make_one_device_case: Callable) -> Judge:
     """Return a function that judges the reports of two ranks."""
 
-    def do(reports: list[Any], precision: str = "float64") -> Outcome:
+    def do(reports: list[Any], precision: str = "float64") -> CheckOutcome:
         shown = run_ranks({0: {}, 1: {}}).shown(make_one_device_case(SGD, precision))
         return judge_norms(shown, reports)
 

@@ -16,7 +16,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import CoverageFacts, ReplicaFacts, ShardingFacts
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Check, Outcome, Shown
+from moeverify.verification.checks.base import Check, CheckOutcome, ShownTensors
 from moeverify.verification.checks.coverage import Coverage
 from moeverify.verification.checks.repeat import BitRecorder, Repeat, find_other_bits
 from moeverify.verification.checks.replicas import Replicas
@@ -31,13 +31,13 @@ HALVES = [Region.box(SHAPE, [range(4), range(6)]), Region.box(SHAPE, [range(4, 8
 AXES = {rank: {"dp_replicate": rank // 2, "ep": rank % 2} for rank in range(4)}
 
 
-def judge(check: Check[Any], shown: Shown, *reports: Any) -> Outcome:
+def judge(check: Check[Any], shown: ShownTensors, *reports: Any) -> CheckOutcome:
     outcome = check.judge(shown, reports)
     assert outcome is not None
     return outcome
 
 
-def find_one(outcome: Outcome) -> Finding:
+def find_one(outcome: CheckOutcome) -> Finding:
     (finding,) = outcome.findings
     return word_finding(finding)
 
@@ -140,7 +140,7 @@ def test_a_layout_that_divides_nothing_is_not_real(run_ranks: Callable, weight: 
     finding = find_one(judge_claims(ranks.shown(), claims))
     assert finding.facts == ShardingFacts(axis="dp_replicate")
     assert finding.tensor == "axis dp_replicate"
-    assert finding.cause == "no gradient differs in what the ranks of one dp_replicate group hold"
+    assert finding.cause == "all ranks of each dp_replicate group hold the same gradient"
 
     everywhere = run_ranks(AXES)
     for rank in range(4):
@@ -154,7 +154,7 @@ def test_each_module_that_should_be_divided_is_looked_at_alone(run_ranks: Callab
         "ep": Claim("gradient", [[0, 1], [2, 3]], modules=("layers.*.attention", "layers.*.moe.shared"))
     }
 
-    def judge_with(*whole: str) -> Outcome:
+    def judge_with(*whole: str) -> CheckOutcome:
         ranks = run_ranks(AXES)
         for name in (
             "layers.0.attention.q",
@@ -171,7 +171,7 @@ def test_each_module_that_should_be_divided_is_looked_at_alone(run_ranks: Callab
     finding = find_one(judge_with("layers.1.moe.shared.up"))
     assert finding.facts == ShardingFacts(axis="ep", modules=("layers.1.moe.shared",))
     assert finding.ranks == (0, 1, 2, 3)
-    assert "no gradient of layers.1.moe.shared differs" in finding.cause
+    assert "group hold the same gradient of layers.1.moe.shared" in finding.cause
 
 
 @pytest.mark.parametrize("holders", [(0, 1), (1, 2), (0, 1, 2, 3)])
@@ -180,7 +180,7 @@ def test_a_module_that_belongs_on_one_rank_is_found_on_several(
 ) -> None:
     claims = {"pp": Claim("gradient", [[0, 1, 2, 3]], modules=("layers.*",), once=True)}
 
-    def judge_with(*ranks_of_last: int) -> Outcome:
+    def judge_with(*ranks_of_last: int) -> CheckOutcome:
         ranks = run_ranks(AXES)
         for rank in (0, 3):
             ranks.show(rank, weight, WHOLE, name="embed.weight")  # tied: on the first and the last stage
@@ -193,7 +193,7 @@ def test_a_module_that_belongs_on_one_rank_is_found_on_several(
     assert judge_with(3).findings == ()
     finding = find_one(judge_with(*holders))
     assert finding.facts == ShardingFacts(axis="pp", modules=("layers.3",), is_repeated=True)
-    assert "several ranks of one pp group have layers.3" in finding.cause
+    assert finding.cause == "layers.3: on several ranks of one pp group instead of one"
 
 
 def test_only_the_kind_that_is_claimed_counts(run_ranks: Callable, weight: Tensor) -> None:

@@ -14,9 +14,9 @@ from torch.nn import functional
 from moeverify.faults.setting import make_case
 from moeverify.report.words.check import describe_facts
 from moeverify.train.data import IGNORED
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.cross_entropy import CrossEntropyWatch, compare, compute, judge_rows
-from moeverify.verification.checks.data_source import Expected
+from moeverify.verification.checks.data_source import ExpectedData
 
 SGD = {"name": "sgd", "lr": 0.1}
 PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
@@ -25,10 +25,10 @@ PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 @pytest.fixture
 def judge(
     run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable
-) -> Callable[[str], Outcome]:
+) -> Callable[[str], CheckOutcome]:
     """Return a function that trains on one device in a precision and judges its token losses."""
 
-    def do(precision: str) -> Outcome:
+    def do(precision: str) -> CheckOutcome:
         case = make_one_device_case(SGD, precision)
         alone = case.model_copy(update={"layout": type(case.layout)()})
         rows = train_alone(alone, lambda program: CrossEntropyWatch(alone, program, 0))
@@ -52,7 +52,7 @@ def plain(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits, labels, reduction="none", ignore_index=IGNORED)
 
 
-def say(outcome: Outcome) -> set[str]:
+def say(outcome: CheckOutcome) -> set[str]:
     return {describe_facts(finding.facts, finding).cause for finding in outcome.findings}
 
 
@@ -107,7 +107,7 @@ def test_logits_that_are_no_numbers_are_for_others_to_report() -> None:
 
 def test_labels_of_a_ranks_own_rows_are_those_of_the_whole_batch() -> None:
     case = make_case("c", data={"min_valid": 0.3}, cp=2, dp_shard=2, micro_batches=2)
-    expected = Expected(case)
+    expected = ExpectedData(case)
     for rank, number, step in product(range(4), range(2), range(2)):
         cut = expected.cut(rank, number)
         own = expected.make_labels(step, cut, torch.device("cpu"))

@@ -11,16 +11,16 @@ from torch.nn import functional
 
 from moeverify.cases.schema import Case
 from moeverify.report.words.cause import describe_cause, describe_evidence
-from moeverify.results.data import Batch
+from moeverify.results.data import BatchField
 from moeverify.results.finding import Finding
 from moeverify.train.data import IGNORED
 from moeverify.verification.checks.data import DataCheck, DataReport, DataWatch
-from moeverify.verification.checks.data_source import Cut, Expected
+from moeverify.verification.checks.data_source import BatchSlice, ExpectedData
 
 VOCABULARY = 40
 ROWS, LENGTH, STEPS, MICRO_BATCHES = 8, 16, 3, 2
-Read = dict[Batch, Tensor]
-Bug = Callable[[Expected, int, int, int, Read], None]
+Read = dict[BatchField, Tensor]
+Bug = Callable[[ExpectedData, int, int, int, Read], None]
 
 
 class Model(nn.Module):
@@ -75,7 +75,7 @@ def read_all(case: Case, bug: Bug, make: type[Program] = Program) -> list[DataRe
     """Return the reports of two ranks that read the whole run, with a bug applied."""
     reports = []
     for rank in range(case.layout.world_size):
-        expected, program = Expected(case), make()
+        expected, program = ExpectedData(case), make()
         watch = DataWatch(case, program, rank)  # type: ignore[arg-type]
         try:
             for step in range(STEPS):
@@ -83,13 +83,13 @@ def read_all(case: Case, bug: Bug, make: type[Program] = Program) -> list[DataRe
                 for number in range(case.layout.micro_batches):
                     cut = expected.cut(rank, number)
                     read = {
-                        Batch.TOKENS: expected.values(Batch.TOKENS, step, cut),
-                        Batch.LABELS: expected.labels(step, cut),
+                        BatchField.TOKENS: expected.values(BatchField.TOKENS, step, cut),
+                        BatchField.LABELS: expected.labels(step, cut),
                     }
                     bug(expected, rank, step, number, read)
-                    logits = program.model(read[Batch.TOKENS])
+                    logits = program.model(read[BatchField.TOKENS])
                     functional.cross_entropy(
-                        logits.flatten(0, 1), read[Batch.LABELS].flatten(), ignore_index=IGNORED
+                        logits.flatten(0, 1), read[BatchField.LABELS].flatten(), ignore_index=IGNORED
                     )
         finally:
             watch.close()
@@ -103,105 +103,105 @@ def judge(run_ranks: Callable, reports: Sequence[DataReport]) -> list[Finding]:
     return list(outcome.findings)
 
 
-def nothing(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def nothing(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Leave the data unchanged."""
 
 
-def again(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def again(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 1 and step == 1:
         put(expected, read, step, rank, 0)
 
 
-def put(expected: Expected, read: Read, step: int, rank: int, number: int) -> None:
+def put(expected: ExpectedData, read: Read, step: int, rank: int, number: int) -> None:
     cut = expected.cut(rank, number)
-    read[Batch.TOKENS] = expected.values(Batch.TOKENS, step, cut)
-    read[Batch.LABELS] = expected.labels(step, cut)
+    read[BatchField.TOKENS] = expected.values(BatchField.TOKENS, step, cut)
+    read[BatchField.LABELS] = expected.labels(step, cut)
 
 
-def first_step(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def first_step(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     put(expected, read, 0, rank, number)
 
 
-def one_rank(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def one_rank(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     put(expected, read, step, 0, number)
 
 
-def reversed_rows(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def reversed_rows(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     for what in read:
         read[what] = read[what].flip(0)
 
 
-def shifted_labels(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    labels = read[Batch.LABELS].roll(-2, 1)
+def shifted_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    labels = read[BatchField.LABELS].roll(-2, 1)
     labels[:, -2:] = IGNORED
-    read[Batch.LABELS] = labels
+    read[BatchField.LABELS] = labels
 
 
-def shifted_after_the_cut(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def shifted_after_the_cut(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Shift the labels of this rank's part of a row: its last position gets none."""
-    counts = read[Batch.LABELS] != IGNORED
-    labels = read[Batch.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
+    counts = read[BatchField.LABELS] != IGNORED
+    labels = read[BatchField.TOKENS].roll(-1, 1).masked_fill(~counts, IGNORED)
     labels[:, -1] = IGNORED
-    read[Batch.LABELS] = labels
+    read[BatchField.LABELS] = labels
 
 
-def without_the_first(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clone()
-    read[Batch.LABELS][:, :2] = IGNORED
+def without_the_first(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+    read[BatchField.LABELS][:, :2] = IGNORED
 
 
-def without_a_label(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def without_a_label(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Drop a label that some tokens of each rank have, as padding is excluded by its token."""
     label = most_common(expected, rank, step)
-    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(read[Batch.LABELS] == label, IGNORED)
+    read[BatchField.LABELS] = read[BatchField.LABELS].masked_fill(read[BatchField.LABELS] == label, IGNORED)
 
 
-def without_half_a_label(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    label, labels = most_common(expected, rank, step), read[Batch.LABELS]
+def without_half_a_label(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    label, labels = most_common(expected, rank, step), read[BatchField.LABELS]
     kept = (labels == label).flatten().cumsum(0).view(labels.shape) == 1
-    read[Batch.LABELS] = labels.masked_fill((labels == label) & ~kept, IGNORED)
+    read[BatchField.LABELS] = labels.masked_fill((labels == label) & ~kept, IGNORED)
 
 
-def most_common(expected: Expected, rank: int, step: int) -> int:
+def most_common(expected: ExpectedData, rank: int, step: int) -> int:
     labels = torch.cat([expected.labels(step, expected.cut(rank, each)) for each in range(MICRO_BATCHES)])
     return int(labels[labels != IGNORED].mode().values)
 
 
-def last_of_rank(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def last_of_rank(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 0:
-        read[Batch.LABELS] = read[Batch.LABELS].clone()
-        read[Batch.LABELS][:, -2:] = IGNORED
+        read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+        read[BatchField.LABELS][:, -2:] = IGNORED
 
 
-def shorter_rows(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def shorter_rows(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     """Treat each row as one token shorter than it is."""
     cut = expected.cut(rank, number)
-    counts = expected.values(Batch.LOSS_MASK, step, Cut(cut.rows, cut.positions + 1))
-    read[Batch.LABELS] = read[Batch.LABELS].masked_fill(~counts, IGNORED)
+    counts = expected.values(BatchField.LOSS_MASK, step, BatchSlice(cut.rows, cut.positions + 1))
+    read[BatchField.LABELS] = read[BatchField.LABELS].masked_fill(~counts, IGNORED)
 
 
-def other_labels(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = expected.labels(step, expected.cut(rank, 1 - number))
+def other_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    read[BatchField.LABELS] = expected.labels(step, expected.cut(rank, 1 - number))
 
 
-def other_mask(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def other_mask(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     cut = expected.cut(rank, number)
-    counts = expected.values(Batch.LOSS_MASK, step + 1, cut)
-    read[Batch.LABELS] = expected.values(Batch.LABELS, step, cut).masked_fill(~counts, IGNORED)
+    counts = expected.values(BatchField.LOSS_MASK, step + 1, cut)
+    read[BatchField.LABELS] = expected.values(BatchField.LABELS, step, cut).masked_fill(~counts, IGNORED)
 
 
-def mask_after_the_loss(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clamp(min=0)
+def mask_after_the_loss(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    read[BatchField.LABELS] = read[BatchField.LABELS].clamp(min=0)
 
 
-def rolled_tokens(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.TOKENS] = read[Batch.TOKENS].roll(1, 1)
+def rolled_tokens(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    read[BatchField.TOKENS] = read[BatchField.TOKENS].roll(1, 1)
 
 
-def one_token(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def one_token(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     if rank == 0 and step == 2 and number == 1:
-        read[Batch.TOKENS] = read[Batch.TOKENS].clone()
-        read[Batch.TOKENS][1, 3] = (read[Batch.TOKENS][1, 3] + 1) % VOCABULARY
+        read[BatchField.TOKENS] = read[BatchField.TOKENS].clone()
+        read[BatchField.TOKENS][1, 3] = (read[BatchField.TOKENS][1, 3] + 1) % VOCABULARY
 
 
 @pytest.mark.parametrize("read", [nothing, mask_after_the_loss])
@@ -222,7 +222,7 @@ def test_what_is_read_right_passes(run_ranks: Callable, read: Bug) -> None:
         (other_labels, 0, "ranks 0-1 read the labels of micro-batch 1 in micro-batch 0 of step 0"),
         (other_mask, 0, "ranks 0-1 read the loss mask of step 1 in step 0"),
         (rolled_tokens, 0, "ranks 0-1 read tokens shifted by -1 positions in step 0"),
-        (one_token, 2, "rank 0 reads 1 of 32 tokens otherwise than they are in micro-batch 1 of step 2"),
+        (one_token, 2, "rank 0 reads wrong values for 1 of 32 tokens in micro-batch 1 of step 2"),
     ],
 )
 def test_what_was_read_instead_is_named(run_ranks: Callable, bug: Bug, step: int, said: str) -> None:
@@ -258,7 +258,7 @@ def test_labels_that_are_lost_at_the_edges_are_named(
 
 def test_tokens_that_are_left_out_by_their_label_are_named(run_ranks: Callable) -> None:
     case = make_case()
-    label = most_common(Expected(case), 0, 0)
+    label = most_common(ExpectedData(case), 0, 0)
     first = judge(run_ranks, read_all(case, without_a_label))[0]
     said = f"rank 0 reads a loss mask that leaves out every token with the label {label} in step 0"
     assert describe_cause(first).replace("in micro-batch 0 of step 0", "in step 0") == said
@@ -272,17 +272,17 @@ def test_some_tokens_of_a_label_are_not_all(run_ranks: Callable) -> None:
 def test_the_tokens_of_another_row_tell_that_its_labels_are_too(run_ranks: Callable) -> None:
     first = judge(run_ranks, read_all(make_case(), again))[0]
     assert first.ranks == (1,)
-    assert "so it is with the labels" in describe_evidence(first)
+    assert "the same applies to the labels" in describe_evidence(first)
 
 
 def test_a_micro_batch_that_is_left_out_is_named(run_ranks: Callable) -> None:
     case = make_case()
-    expected, program = Expected(case), Program()
+    expected, program = ExpectedData(case), Program()
     watch = DataWatch(case, program, 0)  # type: ignore[arg-type]
     for step in range(2):
         watch.begin_step(step)
         for number in range(step, MICRO_BATCHES):
-            program.model(expected.values(Batch.TOKENS, step, expected.cut(0, number)))
+            program.model(expected.values(BatchField.TOKENS, step, expected.cut(0, number)))
     watch.close()
     (finding,) = judge(run_ranks, [watch.report()])
     assert describe_cause(finding) == "rank 0 reads no tokens of micro-batch 0 in step 1"
@@ -297,23 +297,23 @@ def test_positions_of_a_context_rank_are_its_own(run_ranks: Callable) -> None:
 
 def test_recomputed_passes_are_none_of_a_step(run_ranks: Callable) -> None:
     case = make_case()
-    expected, program = Expected(case), Program()
+    expected, program = ExpectedData(case), Program()
     watch = DataWatch(case, program, 0)  # type: ignore[arg-type]
     watch.begin_step(0)
     for number in range(MICRO_BATCHES):
-        tokens = expected.values(Batch.TOKENS, 0, expected.cut(0, number))
+        tokens = expected.values(BatchField.TOKENS, 0, expected.cut(0, number))
         torch.utils.checkpoint.checkpoint(program.model, tokens, use_reentrant=False).sum().backward()
     watch.close()
     assert watch.report().num_compared == MICRO_BATCHES
 
 
-def last_first(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
+def last_first(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
     put(expected, read, step, rank, MICRO_BATCHES - 1 - number)
 
 
-def own_labels(expected: Expected, rank: int, step: int, number: int, read: Read) -> None:
-    read[Batch.LABELS] = read[Batch.LABELS].clone()
-    read[Batch.LABELS][:, ::2] = IGNORED
+def own_labels(expected: ExpectedData, rank: int, step: int, number: int, read: Read) -> None:
+    read[BatchField.LABELS] = read[BatchField.LABELS].clone()
+    read[BatchField.LABELS][:, ::2] = IGNORED
 
 
 @pytest.mark.parametrize("bug", [nothing, last_first, own_labels])

@@ -17,7 +17,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.float8 import apply_float8
 from moeverify.report.words.run import word_finding
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.float8 import Float8, Float8Report, Float8Watch, Operand, find_largest
 
 LAYER = "layers.0.attention.o_proj"
@@ -28,7 +28,7 @@ FAIR = Operand(0, (LAYER, "input", 0), "float8_e4m3fn", (7.0,), (64.0,))
 def judge(*reports: Float8Report, float8: str = "tensorwise") -> tuple[Finding, ...]:
     """Return the findings as text."""
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
-    shown = cast("Shown", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    shown = cast("ShownTensors", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
     outcome = Float8().judge(shown, reports)
     assert outcome is not None
     return tuple(map(word_finding, outcome.findings))
@@ -67,7 +67,7 @@ def test_a_scale_of_the_step_before_is_named() -> None:
 
 def test_a_scale_that_nobody_has_is_told_without_a_source() -> None:
     (found,) = judge(report(replace(FAIR, used=(64.001,))), report())
-    assert "not those of their largest elements" in found.cause
+    assert "do not match their largest elements" in found.cause
     (found,) = judge(report(replace(FAIR, used=(1.0,), other="layers.0.mlp.up_proj weight")), report())
     assert "by the largest elements of another operand" in found.cause
     assert any("the scale of layers.0.mlp.up_proj weight" in line for line in found.evidence)
@@ -81,7 +81,7 @@ def test_layers_with_the_same_bug_are_one_finding() -> None:
     assert found.cause == (
         "the model scales gradients of outputs and inputs by the largest elements of the step before"
     )
-    assert "89.6 in place of 64 for inputs" in found.evidence[1]
+    assert "89.6 instead of 64 for inputs" in found.evidence[1]
 
 
 def test_a_power_of_two_may_be_either_of_two_where_rounding_decides() -> None:

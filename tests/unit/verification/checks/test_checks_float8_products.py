@@ -17,7 +17,7 @@ from moeverify.model.transformer import Transformer
 from moeverify.parallel.float8 import apply_float8
 from moeverify.report.words.run import word_finding
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.float8 import Float8, Float8Watch
 from moeverify.verification.checks.float8_products import bound_cuts
 
@@ -54,7 +54,7 @@ def run_layer(float8: str, dtype: torch.dtype, num_tokens: int = 200) -> tuple[F
     report = watch.report()
     assert report.num_products == (2 if float8 == "rowwise_with_gw_hp" else 3)
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
-    shown = cast("Shown", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    shown = cast("ShownTensors", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
     outcome = Float8().judge(shown, [report])
     assert outcome is not None
     return tuple(
@@ -104,7 +104,7 @@ def test_a_wrong_product_is_told(
     multiply_otherwise(bug)
     (found,) = run_layer(float8, dtype)
     assert (found.facts.source, found.tensor, found.code) == ("product", LAYER, "precision")
-    assert "not the product of its operands" in found.cause
+    assert "differ from the product of its float8 operands" in found.cause
     assert set(found.facts.operands) >= {"output", "grad_input"}
     assert found.error > found.bound
 
@@ -127,7 +127,7 @@ def test_numbers_that_are_rounded_otherwise_are_told(
     monkeypatch.setattr(library, "to_fp8_saturated", toward_zero)
     (found,) = run_layer(float8, dtype)
     assert (found.facts.source, found.code, found.bound) == ("numbers", "precision", 0.0)
-    assert "to other numbers of float8" in found.cause
+    assert "to float8 numbers that do not follow from their scales" in found.cause
 
 
 def multiply_like_a_tensor_core(one: torch.Tensor, other: torch.Tensor, at_once: int = 32) -> torch.Tensor:

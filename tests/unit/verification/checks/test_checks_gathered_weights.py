@@ -16,13 +16,13 @@ from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.cause import Cause
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.gathered_weights import (
     MOST_ELEMENTS,
-    Difference,
     GatheredReport,
     GatheredWatch,
     GatheredWeights,
+    StaleParameter,
     _locate,
 )
 
@@ -91,7 +91,7 @@ def train(
     return watch
 
 
-def list_differences(watch: GatheredWatch) -> list[Difference]:
+def list_differences(watch: GatheredWatch) -> list[StaleParameter]:
     return sorted(watch.report().differences, key=lambda each: each.parameter)
 
 
@@ -180,13 +180,13 @@ Judge = Callable[[Sequence[GatheredReport]], tuple[Finding, ...]]
 
 
 @pytest.fixture
-def shown(run_ranks: Callable) -> Shown:
-    shown: Shown = run_ranks({rank: {"dp_shard": rank} for rank in range(3)}).shown()
+def shown(run_ranks: Callable) -> ShownTensors:
+    shown: ShownTensors = run_ranks({rank: {"dp_shard": rank} for rank in range(3)}).shown()
     return shown
 
 
 @pytest.fixture
-def judge(shown: Shown) -> Judge:
+def judge(shown: ShownTensors) -> Judge:
     """Return a function that returns the findings as text."""
 
     def do(by_rank: Sequence[GatheredReport]) -> tuple[Finding, ...]:
@@ -199,7 +199,7 @@ def judge(shown: Shown) -> Judge:
 
 def report(names: list[str], *, is_stale: bool = False) -> GatheredReport:
     wrong = tuple(
-        Difference(1, name, "bfloat16", 5, 8, (3, 0), 0.5, 0.25, is_stale=is_stale) for name in names
+        StaleParameter(1, name, "bfloat16", 5, 8, (3, 0), 0.5, 0.25, is_stale=is_stale) for name in names
     )
     return GatheredReport(tuple(ALL), wrong)
 
@@ -240,11 +240,11 @@ def test_other_values_than_the_stored_ones_have_no_cause_by_themselves(judge: Ju
     assert finding.evidence[-1] == "5 of 8 compared elements of embed.weight in bfloat16"
 
 
-def test_where_nothing_is_gathered_there_is_no_verdict(shown: Shown) -> None:
+def test_where_nothing_is_gathered_there_is_no_verdict(shown: ShownTensors) -> None:
     assert GatheredWeights().judge(shown, [GatheredReport((), ())]) is None
 
 
-def test_a_clean_run_passes_with_the_number_of_parameters(shown: Shown) -> None:
+def test_a_clean_run_passes_with_the_number_of_parameters(shown: ShownTensors) -> None:
     outcome = GatheredWeights().judge(shown, [report([]), report([])])
     assert outcome is not None
     assert (outcome.result.verdict, outcome.result.tensors) == ("pass", 5)
@@ -252,7 +252,7 @@ def test_a_clean_run_passes_with_the_number_of_parameters(shown: Shown) -> None:
 
 def exchange(used: str, stored: str) -> GatheredReport:
     found = tuple(
-        Difference(1, name, "float32", 8, 8, (3, 0), 0.5, 0.25, is_stale=False, used=used, stored=stored)
+        StaleParameter(1, name, "float32", 8, 8, (3, 0), 0.5, 0.25, is_stale=False, used=used, stored=stored)
         for name in BLOCK
     )
     return GatheredReport(tuple(ALL), found)
@@ -262,7 +262,7 @@ def test_parts_that_other_ranks_store_are_in_the_places_of_those(judge: Judge) -
     (finding,) = judge([exchange("b", "a"), exchange("c", "b"), exchange("a", "c")])
     assert finding.code == Cause.PERMUTATION
     assert finding.facts.sources == ((0, 1), (1, 2), (2, 0))
-    assert finding.cause.startswith("blocks.1 computes with parts of weights in each other's places")
+    assert finding.cause.startswith("blocks.1 computes with misplaced parts of weights: rank ")
 
 
 def test_values_that_no_rank_stores_have_no_source(judge: Judge) -> None:

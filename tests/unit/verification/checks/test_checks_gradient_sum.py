@@ -17,13 +17,13 @@ from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
 from moeverify.results.cause import Cause
 from moeverify.results.facts import GradientSumFacts
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.gradient_sum import GradientSum, GradientSumWatch, Reports, judge_sums
 from moeverify.verification.checks.layer_gradients import Sample
 
 NUM_RANKS = 2
 Change = Callable[[str, list[Tensor]], Tensor]
-Judge = Callable[..., Outcome]
+Judge = Callable[..., CheckOutcome]
 ASKED = {"also": ("gradient sum",)}
 
 
@@ -88,13 +88,13 @@ def halve(shape: torch.Size, rank: int) -> Region:
 def judge(run_ranks: Callable) -> Judge:
     """Return a function that judges the reports of two ranks."""
 
-    def do(reports: list[Reports]) -> Outcome:
+    def do(reports: list[Reports]) -> CheckOutcome:
         return judge_sums(run_ranks({0: {}, 1: {}}).shown(make_case("x", dp_shard=2)), reports)
 
     return do
 
 
-def facts_of(outcome: Outcome) -> dict[str, GradientSumFacts]:
+def facts_of(outcome: CheckOutcome) -> dict[str, GradientSumFacts]:
     """Return the findings, by tensor."""
     found = {each.tensor: each.facts for each in outcome.findings}
     assert all(isinstance(each, GradientSumFacts) for each in found.values())
@@ -125,7 +125,7 @@ def test_a_rank_that_is_left_out_is_named(judge: Judge, name: str) -> None:
     outcome = judge(train(torch.bfloat16, partial(scaled, of=name, factors=(1.0, 0.0))))
     assert {each: facts.left_out for each, facts in facts_of(outcome).items()} == {name: (1,)}
     assert outcome.findings[0].code == Cause.SHARE_WEIGHTS
-    assert "lacks what rank 1 has computed" in word_finding(outcome.findings[0]).cause
+    assert "lacks the contribution of rank 1" in word_finding(outcome.findings[0]).cause
 
 
 def test_a_factor_of_all_ranks_is_named(judge: Judge) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from moeverify.parallel.regions.region import Region
 from moeverify.report.words.run import word_finding
-from moeverify.results.facts import NarrowParts, Use
-from moeverify.verification.checks.base import Shown
+from moeverify.results.facts import DtypeUse, NarrowParts
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.dtype_watch import DtypeWatch, Sighting
 from moeverify.verification.checks.precision import OneDevice, Precision, Wanted, judge_dtypes
 
@@ -41,7 +41,9 @@ class Block(nn.Module):
 def sight(*ways: str, num_steps: int = 1) -> list[Sighting]:
     """Return the sightings of a model of such blocks; every narrowed stream is taken for wrong."""
     model = nn.Sequential(nn.Linear(4, 4), *(Block(way) for way in ways))
-    watch = DtypeWatch(model, torch.float32, lambda number: (), lambda sighting: sighting.use is Use.RESIDUAL)
+    watch = DtypeWatch(
+        model, torch.float32, lambda number: (), lambda sighting: sighting.use is DtypeUse.RESIDUAL
+    )
     for step in range(num_steps):
         watch.begin_step(step)
         model(torch.ones(2, 4)).sum().backward()
@@ -51,11 +53,11 @@ def sight(*ways: str, num_steps: int = 1) -> list[Sighting]:
 
 
 def streams(sightings: list[Sighting]) -> list[tuple[str, str, str]]:
-    return [(each.parameter, each.how, each.dtype) for each in sightings if each.use is Use.RESIDUAL]
+    return [(each.parameter, each.how, each.dtype) for each in sightings if each.use is DtypeUse.RESIDUAL]
 
 
 def test_outputs_have_their_dtypes() -> None:
-    found = {each.parameter: each.dtype for each in sight("other") if each.use is Use.OUTPUT}
+    found = {each.parameter: each.dtype for each in sight("other") if each.use is DtypeUse.OUTPUT}
     assert found == {"": "bfloat16", "0": "float32", "1": "bfloat16", "1.linear": "float32"}
 
 
@@ -77,19 +79,19 @@ def test_a_cast_on_the_stream_is_told_from_one_beside_it(
 
 
 def test_the_second_step_shows_the_line_of_a_wrong_stream() -> None:
-    [found] = [each for each in sight("stream", num_steps=3) if each.use is Use.RESIDUAL]
+    [found] = [each for each in sight("stream", num_steps=3) if each.use is DtypeUse.RESIDUAL]
     assert found.site.startswith("test_checks_module_dtypes.py:")
     assert found.site.endswith(" in forward")
     assert not any(each.site for each in sight("stream"))
 
 
 @pytest.fixture
-def shown(run_ranks: Callable) -> Shown:
-    found: Shown = run_ranks({0: {"tp": 0}, 1: {"tp": 1}}).shown()
+def shown(run_ranks: Callable) -> ShownTensors:
+    found: ShownTensors = run_ranks({0: {"tp": 0}, 1: {"tp": 1}}).shown()
     return found
 
 
-def judge(shown: Shown, one_device: OneDevice, *rank: Sighting) -> list[tuple[str, str, str]]:
+def judge(shown: ShownTensors, one_device: OneDevice, *rank: Sighting) -> list[tuple[str, str, str]]:
     """Return (tensor, cause, follows) of each finding in a recipe that states no dtypes."""
     wanted = Wanted("float64", "float64", one_device=one_device, is_stated=False)
     findings = judge_dtypes(shown, [list(rank)], wanted).findings
@@ -97,10 +99,12 @@ def judge(shown: Shown, one_device: OneDevice, *rank: Sighting) -> list[tuple[st
 
 
 def output(module: str, dtype: str) -> Sighting:
-    return Sighting(Use.OUTPUT, module, dtype, "0")
+    return Sighting(DtypeUse.OUTPUT, module, dtype, "0")
 
 
-def test_what_is_narrower_than_on_one_device_is_wrong_and_the_first_module_is_named(shown: Shown) -> None:
+def test_what_is_narrower_than_on_one_device_is_wrong_and_the_first_module_is_named(
+    shown: ShownTensors,
+) -> None:
     one = {output(name, "").key: "float64" for name in ("norm", "head")} | {
         ("output", "cast", "0"): "float32"
     }
@@ -113,11 +117,11 @@ def test_what_is_narrower_than_on_one_device_is_wrong_and_the_first_module_is_na
     assert cause == "the output of norm has dtype float32, and on one device float64"
 
 
-def test_narrow_outputs_follow_from_narrow_weights(shown: Shown) -> None:
+def test_narrow_outputs_follow_from_narrow_weights(shown: ShownTensors) -> None:
     sightings = [
         output("norm", "float32"),
-        Sighting(Use.COMPUTES, "norm.weight", "float32"),
-        Sighting(Use.OPTIMIZER_STATE, "head.weight", "bfloat16", "exp_avg"),
+        Sighting(DtypeUse.COMPUTES, "norm.weight", "float32"),
+        Sighting(DtypeUse.OPTIMIZER_STATE, "head.weight", "bfloat16", "exp_avg"),
     ]
     one = {each.key: "float64" for each in sightings}
     found = judge(shown, one, *sightings)
@@ -128,8 +132,8 @@ def test_narrow_outputs_follow_from_narrow_weights(shown: Shown) -> None:
     ]
 
 
-def test_a_stream_that_one_device_narrows_too_is_right(shown: Shown) -> None:
-    seen = Sighting(Use.RESIDUAL, "blocks.0", "bfloat16", "float32")
+def test_a_stream_that_one_device_narrows_too_is_right(shown: ShownTensors) -> None:
+    seen = Sighting(DtypeUse.RESIDUAL, "blocks.0", "bfloat16", "float32")
     [(tensor, cause, _)] = judge(shown, {("output", "blocks.0", "0"): "float32"}, seen)
     assert tensor == "blocks.0"
     assert cause == "blocks.0 casts its residual stream from float32 to bfloat16, and one device does not"
@@ -141,7 +145,7 @@ def test_narrow_parts_are_told_where_nothing_is_wrong(run_ranks: Callable, weigh
     run.show(0, weight, Region.whole(weight.shape))
     shown = run.shown()
     assert Precision().judge(shown, [[output("norm", "float64")]]) is None
-    known = replace(shown, dtypes={(Use.NARROW, "norm", ""): "float32"})
+    known = replace(shown, dtypes={(DtypeUse.NARROW, "norm", ""): "float32"})
     outcome = Precision().judge(known, [[output("norm", "float64")]])
     assert outcome is not None
     assert outcome.result.facts == NarrowParts(

@@ -18,7 +18,13 @@ from moeverify.verification.checks.module_gradients import (
     hold,
     sum_calls,
 )
-from moeverify.verification.checks.module_replay import Visit, Visits, choose_modules, mixes_positions, run
+from moeverify.verification.checks.module_replay import (
+    KeptCalls,
+    ModuleCall,
+    choose_modules,
+    mixes_positions,
+    run,
+)
 
 WIDTH, ROWS, POSITIONS = 8, 4, 6
 UNIT = torch.finfo(torch.bfloat16).eps
@@ -88,8 +94,8 @@ def test_one_devices_module_takes_the_choices_of_the_rank() -> None:
     x = torch.randn(ROWS, POSITIONS, WIDTH)
     chosen = mixture.gate(x).argmax(-1, keepdim=True)
     assert (chosen == 0).any()
-    visit = Visit((x,), {}, selections=(Selection("max", -1, torch.where(chosen == 0, 1, chosen)),))
-    results, _ = run(mixture, visit, nn.Identity(), UNIT)
+    call = ModuleCall((x,), {}, selections=(Selection("max", -1, torch.where(chosen == 0, 1, chosen)),))
+    results, _ = run(mixture, call, nn.Identity(), UNIT)
     with torch.no_grad():
         mixture.experts[0] = mixture.experts[1]
     torch.testing.assert_close(results["output", "0"], mixture(x)[0])
@@ -118,21 +124,21 @@ def train_ranks(num_ranks: int = 2, num_calls: int = 2) -> tuple[list[StepSums],
     whole, found = copy.deepcopy(one), []
     for rank in range(num_ranks):
         own = copy.deepcopy(one)
-        visits = Visits(choose_modules(own))
+        kept = KeptCalls(choose_modules(own))
         for _ in range(num_calls):
             own(torch.randint(16, (ROWS, POSITIONS))).backward()
         narrow, wide = copy.deepcopy(one), copy.deepcopy(one).double()
         modules = choose_modules(narrow)
         names = {id(each): name for name, each in narrow.named_parameters()}
         sums = StepSums(str(rank), owners=find_owners(narrow, modules))
-        for name, calls in visits.take().items():
+        for name, calls in kept.take().items():
             inner = {path: names[id(each)] for path, each in modules[name].named_parameters()}
             wide_one = choose_modules(wide)[name]
             for parameter, added in sum_calls(
                 calls, modules[name], wide_one, inner, (ROWS, POSITIONS), UNIT
             ).items():
                 sums.added.setdefault(parameter, {})[name] = added
-        visits.close()
+        kept.close()
         found.append(sums)
         for total, each in zip(whole.parameters(), own.parameters(), strict=True):
             total.grad = each.grad if total.grad is None else total.grad + each.grad
@@ -201,8 +207,8 @@ class Before(nn.Module):
 )
 def test_modules_that_mix_positions_are_known(module: nn.Module, is_flat: bool, mixes: bool) -> None:
     module = module.bfloat16()
-    visits = Visits({"one": module})
+    kept = KeptCalls({"one": module})
     x = torch.randn(ROWS, POSITIONS, WIDTH).bfloat16()
     module(x.flatten(0, 1) if is_flat else x)
-    visits.close()
-    assert mixes_positions(visits.found["one"][0], module, (ROWS, POSITIONS), UNIT) is mixes
+    kept.close()
+    assert mixes_positions(kept.found["one"][0], module, (ROWS, POSITIONS), UNIT) is mixes

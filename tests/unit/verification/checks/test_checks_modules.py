@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from moeverify.report.words.check import word_check
 from moeverify.verification.checks.module_replay import (
+    KeptCalls,
     Obstacle,
     Replayed,
-    Visits,
     _compare,
     choose_modules,
     replay,
@@ -64,13 +64,13 @@ def run_rank(change: Callable[[Block], object] = lambda block: None) -> list[Rep
     model = copy.deepcopy(one).bfloat16()
     change(model[1])
     x = torch.randn(ROWS, POSITIONS, WIDTH).bfloat16()
-    visits = Visits({"1": model[1]})
+    kept = KeptCalls({"1": model[1]})
     output = model(x)
     (output * torch.randn(output.shape)).sum().backward()
-    visits.close()
+    kept.close()
     wide = copy.deepcopy(one).bfloat16().double()
     unit = torch.finfo(torch.bfloat16).eps
-    return replay("1", visits.found["1"][0], one.bfloat16()[1], wide[1], (ROWS, POSITIONS), unit)
+    return replay("1", kept.found["1"][0], one.bfloat16()[1], wide[1], (ROWS, POSITIONS), unit)
 
 
 def errors(found: list[Replayed]) -> dict[str, bool]:
@@ -114,10 +114,10 @@ def test_tokens_whose_choice_rounding_may_flip_do_not_count() -> None:
 def test_watching_changes_no_bit_of_a_gradient() -> None:
     plain, watched = make_model().bfloat16(), make_model().bfloat16()
     x = torch.randn(ROWS, POSITIONS, WIDTH).bfloat16()
-    visits = Visits(choose_modules(watched))
+    kept = KeptCalls(choose_modules(watched))
     for model in (plain, watched):
         model(x).square().sum().backward()
-    assert visits.found.keys() == {"0", "1", "1.one", "1.two", "1.router"}
+    assert kept.found.keys() == {"0", "1", "1.one", "1.two", "1.router"}
     pairs = zip(plain.parameters(), watched.parameters(), strict=True)
     assert all(torch.equal(one.grad, two.grad) for one, two in pairs if one.grad is not None)
 
@@ -132,12 +132,12 @@ def test_modules_with_buffers_alone_are_chosen_and_others_without_state_are_not(
 
 def test_the_gradient_of_a_shared_input_is_that_of_each_user() -> None:
     model = make_model().double()
-    visits = Visits(choose_modules(model))
+    kept = KeptCalls(choose_modules(model))
     model(torch.randn(ROWS, POSITIONS, WIDTH).double()).sum().backward()
-    one = visits.found["1.one"][0]
+    one = kept.found["1.one"][0]
     expected = one.of_outputs["0"] @ model[1].one.weight
     torch.testing.assert_close(one.of_inputs["0.0"], expected.detach())
-    whole = visits.found["1"][0].of_inputs["0.0"]
+    whole = kept.found["1"][0].of_inputs["0.0"]
     assert not torch.allclose(whole, one.of_inputs["0.0"])
 
 
@@ -147,11 +147,11 @@ def test_an_input_that_is_made_of_another_one_keeps_its_gradient_apart() -> None
             return x * y
 
     product = Product()
-    visits = Visits({"product": product})
+    kept = KeptCalls({"product": product})
     x = torch.randn(ROWS, POSITIONS, WIDTH, requires_grad=True) * 2.0
     y = 3.0 * x
     product(x, y).sum().backward()
-    found = visits.found["product"][0].of_inputs
+    found = kept.found["product"][0].of_inputs
     torch.testing.assert_close(found["0.0"], y.detach().double())
     torch.testing.assert_close(found["0.1"], x.detach().double())
 

@@ -18,22 +18,22 @@ from moeverify.train import objective as losses
 from moeverify.train.objective import Losses
 from moeverify.train.program import Program
 from moeverify.verification.checks import wide_parts
-from moeverify.verification.checks.base import Outcome
-from moeverify.verification.checks.objective import ObjectiveWatch, StepSums, judge_losses
+from moeverify.verification.checks.base import CheckOutcome
+from moeverify.verification.checks.objective import LossSums, ObjectiveWatch, judge_losses
 
 PRECISIONS = ("float64", "float32", "bfloat16")
 SGD = {"name": "sgd", "lr": 0.1}
 SOFTMAX = {"num_experts": 8, "top_k": 2, "expert_hidden": 8, "balance_coef": 0.01, "z_coef": 0.001}
 SIGMOID = {**SOFTMAX, "score": "sigmoid", "num_groups": 4, "top_groups": 2, "balance_scope": "batch"}
-Judge = Callable[..., Outcome]
-Train = Callable[..., tuple[Any, dict[int, StepSums]]]
+Judge = Callable[..., CheckOutcome]
+Train = Callable[..., tuple[Any, dict[int, LossSums]]]
 
 
 @pytest.fixture
 def train_watched(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Train:
     """Return a function that trains on one device and returns the shown tensors and the watch's report."""
 
-    def do(moe: Mapping[str, Any] | None, precision: str) -> tuple[Any, dict[int, StepSums]]:
+    def do(moe: Mapping[str, Any] | None, precision: str) -> tuple[Any, dict[int, LossSums]]:
         case = make_one_device_case(SGD, precision, moe)
         by_row = moe is not None and "balance_scope" not in moe
         report = train_alone(case, lambda program: ObjectiveWatch(program, by_row=by_row, is_whole=True))
@@ -46,14 +46,14 @@ def train_watched(run_ranks: Callable, train_alone: Callable, make_one_device_ca
 def judge(train_watched: Train) -> Judge:
     """Return a function that trains on one device and judges its losses."""
 
-    def do(moe: Mapping[str, Any] | None, precision: str) -> Outcome:
+    def do(moe: Mapping[str, Any] | None, precision: str) -> CheckOutcome:
         shown, report = train_watched(moe, precision)
         return judge_losses(shown, [report])
 
     return do
 
 
-def terms(outcome: Outcome) -> set[str]:
+def terms(outcome: CheckOutcome) -> set[str]:
     assert all(finding.facts is not None and not finding.code for finding in outcome.findings)
     return {finding.tensor for finding in outcome.findings}
 
@@ -138,7 +138,7 @@ def test_what_was_not_seen_as_a_whole_is_not_judged(train_watched: Train) -> Non
 def test_what_one_rank_reports_otherwise_is_found_there(train_watched: Train) -> None:
     shown, report = train_watched(None, "float32")
     other = {
-        step: StepSums(
+        step: LossSums(
             sums.token_losses, {}, {name: 2.0 * value for name, value in sums.losses.items()}, sums.eps
         )
         for step, sums in report.items()

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeverify.parallel.regions.observer import Observer
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import CheckName
-from moeverify.verification.checks.base import Check, Outcome, Shown, Training, Watch
+from moeverify.verification.checks.base import Check, CheckOutcome, ShownTensors, Training, Watch
 from moeverify.verification.checks.observers import open_observers
 
 NOWHERE = cast(Training, None)
@@ -47,7 +47,7 @@ class Doubles(Check[None]):
 
         return Shows()
 
-    def judge(self, shown: Shown, reports: Any) -> Outcome | None:
+    def judge(self, shown: ShownTensors, reports: Any) -> CheckOutcome | None:
         return None
 
 

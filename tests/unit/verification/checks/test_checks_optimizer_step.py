@@ -18,7 +18,7 @@ from moeverify.results.checks import Kind
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.engine import PlainEngine
 from moeverify.train.schedule import list_rates
-from moeverify.verification.checks.base import Outcome, Shown
+from moeverify.verification.checks.base import CheckOutcome, ShownTensors
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
 
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2, "schedule": "linear"}
@@ -32,11 +32,11 @@ PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
 @pytest.fixture
 def judge(
     run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable
-) -> Callable[..., Outcome]:
+) -> Callable[..., CheckOutcome]:
     """Return a function that trains on one device and judges its steps."""
-    shown: Shown = run_ranks({0: {}}).shown()
+    shown: ShownTensors = run_ranks({0: {}}).shown()
 
-    def do(optimizer: dict[str, Any], precision: str, kernels: str = "foreach") -> Outcome:
+    def do(optimizer: dict[str, Any], precision: str, kernels: str = "foreach") -> CheckOutcome:
         case = make_one_device_case(optimizer, precision)
         rows = train_alone(case, lambda program: OptimizerWatch(case.recipe, program), kernels)
         return judge_rows(shown, [rows], list_rates(case.recipe.optimizer, case.recipe.steps))
@@ -50,7 +50,7 @@ def judge(
 def test_sound_steps_pass(judge: Callable, optimizer: dict[str, Any], precision: str, kernels: str) -> None:
     if (optimizer["name"], precision, kernels) == ("sgd", "bfloat16", "fused"):
         # torch 2.13 on a CPU: SGD with fused=True silently leaves weights of bfloat16 unchanged.
-        assert "leaves weights on rank 0 as they are" in causes(judge(PLAIN_SGD, precision, kernels))
+        assert "does not change the weights on rank 0" in causes(judge(PLAIN_SGD, precision, kernels))
         return
     outcome = judge(optimizer, precision, kernels)
     assert outcome.findings == ()
@@ -111,7 +111,7 @@ def change_options(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr(PlainEngine, "begin", begin_otherwise)
 
 
-def causes(outcome: Outcome, code: Cause = Cause.OPTIMIZER) -> str:
+def causes(outcome: CheckOutcome, code: Cause = Cause.OPTIMIZER) -> str:
     assert {finding.code for finding in outcome.findings} == {code}
     return "\n".join(describe_facts(finding.facts, finding).cause for finding in outcome.findings)
 
@@ -123,7 +123,7 @@ def test_a_weight_decay_that_is_left_out_is_named(
     change_options(monkeypatch, weight_decay=0.0)
     outcome = judge(ADAMW, precision)
     assert all(len(finding.index) > 1 for finding in outcome.findings), "vectors have no decay"
-    assert "the optimizer computes the update otherwise: weight decay is left out" in causes(outcome)
+    assert "the optimizer computes the update differently: weight decay is left out" in causes(outcome)
 
 
 @pytest.mark.parametrize("precision", ["float64", "mixed"])
@@ -134,7 +134,7 @@ def test_a_weight_decay_of_parameters_that_have_none_is_measured(
     change_options(monkeypatch, weight_decay=0.1)
     outcome = judge(options, precision)
     assert all(len(finding.index) == 1 for finding in outcome.findings), "matrices have it by right"
-    assert "weight decay is there, and the options have none" in causes(outcome)
+    assert "weight decay is present, but not in the options" in causes(outcome)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -236,7 +236,7 @@ def test_weights_that_stand_still_are_not_said_to_be_rounded(
 
     monkeypatch.setattr(PlainEngine, "step", step_in_vain)
     outcome = judge({**ADAMW, "lr": 1e-3}, precision)
-    assert set(causes(outcome).split("\n")) == {"the optimizer's step leaves weights on rank 0 as they are"}
+    assert set(causes(outcome).split("\n")) == {"the optimizer's step does not change the weights on rank 0"}
     assert [finding.follows for finding in join_alike(outcome.findings)].count("") == 1
     assert Cause.ROUNDING not in {finding.code for finding in outcome.findings}
 

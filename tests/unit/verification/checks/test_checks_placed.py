@@ -16,7 +16,7 @@ from moeverify.tools.placement.placement import Placement
 from moeverify.tools.placement.policy import Policy, list_solved
 from moeverify.verification.checks.placed import find_misplaced
 from moeverify.verification.compare.assembled import Assembled
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.comparison import ComparedShard
 
 NAME, SHAPE = "layers.1.moe.experts.up", (16, 4, 2)
 HALVES = (tuple(range(8)), tuple(range(8, 16)))
@@ -35,7 +35,7 @@ def show(step: int, kind: str, *rows: tuple[tuple[int, ...], ...]) -> tuple[tupl
         for experts in blocks:
             region = Region.box(SHAPE, [experts, range(4), range(2)])
             entry = SimpleNamespace(region=region.key, shape=SHAPE)
-            tensor.shards.append((rank, cast(Entry, entry)))
+            tensor.shards.append((rank, cast(ComparedShard, entry)))
     return tensor.key, tensor
 
 

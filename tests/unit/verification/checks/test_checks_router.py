@@ -13,7 +13,7 @@ from moeverify.model import router as routers
 from moeverify.model.router import Router
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.router import RouterWatch, choose_experts, judge_routers
 
 PRECISIONS = ("float64", "float32", "bfloat16", "mixed")
@@ -27,7 +27,7 @@ SIGMOID = {
     "selection_bias_rate": 0.01,
     "route_scale": 2.5,
 }
-Judge = Callable[..., Outcome]
+Judge = Callable[..., CheckOutcome]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Call
     """Return a function that trains on one device and judges its routers."""
     shown = run_ranks({0: {}}).shown()
 
-    def do(moe: dict[str, Any], precision: str) -> Outcome:
+    def do(moe: dict[str, Any], precision: str) -> CheckOutcome:
         case = make_one_device_case(SGD, precision, moe)
         return judge_routers(shown, [train_alone(case, lambda program: RouterWatch(program.model))])
 
@@ -50,7 +50,7 @@ def test_sound_routers_pass(judge: Judge, moe: dict[str, Any], precision: str) -
     assert outcome.result.tensors > 0
 
 
-def quantities(outcome: Outcome) -> set[str]:
+def quantities(outcome: CheckOutcome) -> set[str]:
     for finding in outcome.findings:
         assert finding.code == (Cause.FORWARD if finding.kind == "router_weights" else Cause.ROUTING)
     return {finding.kind for finding in outcome.findings}

@@ -15,7 +15,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.facts import RouterGradientFacts
 from moeverify.train import forward, objective
 from moeverify.verification.checks import wide_parts
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.router_backward import RouterFit
 from moeverify.verification.checks.router_gradient import (
     Reports,
@@ -28,14 +28,14 @@ PRECISIONS = ("float64", "float32", "bfloat16")
 SGD = {"name": "sgd", "lr": 0.1}
 SOFTMAX = {"num_experts": 8, "top_k": 2, "expert_hidden": 8, "balance_coef": 0.01, "z_coef": 0.001}
 SIGMOID = {**SOFTMAX, "score": "sigmoid", "num_groups": 4, "top_groups": 2, "balance_scope": "batch"}
-Judge = Callable[..., Outcome]
+Judge = Callable[..., CheckOutcome]
 
 
 @pytest.fixture
 def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Callable) -> Judge:
     """Return a function that trains on one device and judges the gradients of its routers."""
 
-    def do(moe: Mapping[str, Any], precision: str) -> Outcome:
+    def do(moe: Mapping[str, Any], precision: str) -> CheckOutcome:
         case = make_one_device_case(SGD, precision, moe)
         padded = case.recipe.data.model_copy(update={"min_valid": 0.5})
         case = case.model_copy(update={"recipe": case.recipe.model_copy(update={"data": padded})})
@@ -48,7 +48,7 @@ def judge(run_ranks: Callable, train_alone: Callable, make_one_device_case: Call
     return do
 
 
-def facts_of(outcome: Outcome) -> list[RouterGradientFacts]:
+def facts_of(outcome: CheckOutcome) -> list[RouterGradientFacts]:
     found = [finding.facts for finding in outcome.findings if finding.step == 0]
     assert all(isinstance(each, RouterGradientFacts) for each in found)
     return found  # type: ignore[return-value]

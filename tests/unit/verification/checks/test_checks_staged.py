@@ -13,7 +13,7 @@ from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
 from moeverify.verification.checks.placed import find_elsewhere, list_owners
 from moeverify.verification.compare.assembled import Assembled
-from moeverify.verification.compare.comparison import Entry
+from moeverify.verification.compare.comparison import ComparedShard
 
 VIRTUAL = {"pp": 2, "micro_batches": 4, "pipeline_schedule": "interleaved_1f1b"}
 
@@ -28,13 +28,11 @@ def list_wrong(case: Any, *holders: Sequence[int], step: int = -1) -> list[tuple
     tensors = {}
     for name, ranks in [("embed", (0,)), *((f"layers.{n}", each) for n, each in enumerate(holders))]:
         tensor = Assembled((step, Kind.INITIAL_WEIGHT, f"{name}.norm.weight"))
-        tensor.shards += [(rank, cast(Entry, SimpleNamespace(region="whole"))) for rank in ranks]
+        tensor.shards += [(rank, cast(ComparedShard, SimpleNamespace(region="whole"))) for rank in ranks]
         tensors[tensor.key] = tensor
     shown = SimpleNamespace(case=case, tensors=tensors, place=lambda rank: {})
     found = list(find_elsewhere(cast(Any, shown)))
-    assert all(
-        "are not those that have their stages" in describe_facts(each.facts, each).cause for each in found
-    )
+    assert all("than their pipeline stage" in describe_facts(each.facts, each).cause for each in found)
     return [(each.facts.modules, each.ranks) for each in found]
 
 

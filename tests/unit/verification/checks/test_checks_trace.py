@@ -10,7 +10,7 @@ from moeverify.report.words.check import word_check
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import CollectiveFacts, Issue, NumCollectives
 from moeverify.results.finding import Finding
-from moeverify.verification.checks.base import Shown
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.trace import Pages, Trace
 from moeverify.verification.collectives.ledger import Ledger, Stream
 
@@ -31,13 +31,13 @@ def report(ledgers: tuple[Ledger, ...], stream: Stream, *, are_equal: bool) -> l
 
 
 @pytest.fixture
-def shown(run_ranks: Callable) -> Shown:
-    shown: Shown = run_ranks({0: {"tp": 0}, 1: {"tp": 1}}).shown()
+def shown(run_ranks: Callable) -> ShownTensors:
+    shown: ShownTensors = run_ranks({0: {"tp": 0}, 1: {"tp": 1}}).shown()
     return shown
 
 
 @pytest.fixture
-def find(shown: Shown) -> Callable[..., Finding]:
+def find(shown: ShownTensors) -> Callable[..., Finding]:
     """Return a function that returns the finding of a group whose ranks have issued different collectives."""
 
     def do(*ledgers: Ledger, stream: Stream = TP) -> Finding:
@@ -49,7 +49,7 @@ def find(shown: Shown) -> Callable[..., Finding]:
     return do
 
 
-def test_groups_that_agree_are_counted(shown: Shown) -> None:
+def test_groups_that_agree_are_counted(shown: ShownTensors) -> None:
     outcome = Trace().judge(shown, report((issue("a", "b"), issue("a", "b")), TP, are_equal=True))
     assert outcome is not None
     assert (outcome.result.verdict, outcome.result.tensors, outcome.findings) == ("pass", 1, ())

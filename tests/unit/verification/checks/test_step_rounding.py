@@ -8,7 +8,7 @@ import torch
 from moeverify.cases.schema import Optimizer
 from moeverify.train.optimizer_kinds.adam import IMPLEMENTATION
 from moeverify.train.recomputation import StepValues
-from moeverify.verification.checks.step_rounding import Rounding
+from moeverify.verification.checks.step_rounding import DtypeRounding
 
 DECAY = 0.1
 
@@ -33,7 +33,7 @@ def test_a_decay_that_cancels_the_gradient_leaves_what_rounding_does(
     for recomputed in IMPLEMENTATION.recompute(spec, step):
         if recomputed.name in after:
             actual = after[recomputed.name]
-            bound, _ = Rounding.of([dtype]).bound(recomputed, torch.zeros_like(actual), actual)
+            bound, _ = DtypeRounding.of([dtype]).bound(recomputed, torch.zeros_like(actual), actual)
             assert bool(((actual - recomputed.expected).abs() <= bound).all()), recomputed.name
             # The others are still bounded far below their size.
             assert float(bound[1::2].median()) < 0.1 * float(actual[1::2].abs().median())

@@ -63,7 +63,7 @@ def test_a_rank_that_has_left_is_not_said_to_be_late_to_enter() -> None:
         1: [make_record("broadcast", 1, [0, 1], "finished")],
     }
     summary, _, _ = explain_hang(records, {})
-    assert summary.endswith("rank 1 has left it: where it is, is not known")
+    assert summary.endswith("rank 1 has left it: its place is not known")
 
 
 def test_opposite_orders_of_two_groups_that_a_device_has_queued() -> None:
@@ -88,9 +88,9 @@ def test_ranks_in_different_collectives_of_one_group() -> None:
     summary, _, late = explain_hang(records, {})
     assert summary == (
         "rank 0 waits in all_reduce #1 of group (0,1) called at model.py:1 in forward; rank 1 entered another "
-        "one of that group: it waits in broadcast #1 of group (0,1) called at model.py:1 in forward. "
+        "collective of that group: it waits in broadcast #1 of group (0,1) called at model.py:1 in forward. "
         "rank 1 waits in broadcast #1 of group (0,1) called at model.py:1 in forward; rank 0 entered another "
-        "one of that group: it waits in all_reduce #1 of group (0,1) called at model.py:1 in forward"
+        "collective of that group: it waits in all_reduce #1 of group (0,1) called at model.py:1 in forward"
     )
     assert late == []
 
@@ -124,7 +124,7 @@ def test_nobody_waits() -> None:
     summary, _, late = explain_hang({0: [], 1: []}, {0: "a.py:1 in f"})
     assert summary == (
         "no rank waits in a collective: rank 0 waits in no collective, it is at a.py:1 in f; "
-        "rank 1 waits in no collective, where it is, is not known"
+        "rank 1 waits in no collective, its place is not known"
     )
     assert late == [0, 1]
 

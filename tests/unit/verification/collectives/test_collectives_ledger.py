@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from moeverify.verification.collectives.ledger import (
-    Disagreement,
-    Entry,
     Ledger,
+    LedgerEntry,
     Stream,
+    StreamMismatch,
     find_unequal,
     locate,
 )
@@ -26,7 +26,7 @@ def find(*ledgers: Ledger) -> list[Stream]:
     return find_unequal([ledger.pages() for ledger in ledgers])
 
 
-def disagree(*ledgers: Ledger) -> Disagreement:
+def disagree(*ledgers: Ledger) -> StreamMismatch:
     counts = {
         rank: ledger.pages()[TP].number if TP in ledger.pages() else 0 for rank, ledger in enumerate(ledgers)
     }
@@ -51,13 +51,13 @@ def test_ranks_outside_a_group_do_not_count() -> None:
 def test_the_first_difference_is_found_with_its_places() -> None:
     found = disagree(make("a", "b", "c"), make("a", "c", site="b.py:2 in g"))
     assert (found.number, found.is_known) == (2, True)
-    assert found.entries == {0: Entry("b", "a.py:1 in f"), 1: Entry("c", "b.py:2 in g")}
+    assert found.entries == {0: LedgerEntry("b", "a.py:1 in f"), 1: LedgerEntry("c", "b.py:2 in g")}
 
 
 def test_a_rank_that_ends_early_has_no_entry() -> None:
     found = disagree(make("a"), make("a", "b"))
     assert (found.number, found.is_known) == (2, True)
-    assert found.entries == {0: None, 1: Entry("b", "a.py:1 in f")}
+    assert found.entries == {0: None, 1: LedgerEntry("b", "a.py:1 in f")}
 
 
 def test_a_difference_beyond_the_room_is_found_but_not_its_place() -> None:
@@ -77,4 +77,4 @@ def test_a_ledger_forgets() -> None:
     ledger.clear()
     assert ledger.pages() == {}
     ledger.note(TP, "c", "d.py:1 in h")
-    assert ledger.entries(TP) == [Entry("c", "d.py:1 in h")]
+    assert ledger.entries(TP) == [LedgerEntry("c", "d.py:1 in h")]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moeverify.verification.compare import batch
-from moeverify.verification.compare.batch import Differences, Fingerprints
+from moeverify.verification.compare.batch import BitFingerprints, Differences
 from moeverify.verification.compare.difference import Difference, fingerprint_bits, measure
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
@@ -48,7 +48,7 @@ def make_tensors(dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hashes_are_those_of_each_tensor_alone(dtype: torch.dtype, room: int | None) -> None:
     tensors = make_tensors(dtype)
-    together = Fingerprints()
+    together = BitFingerprints()
     together.add_all(tensors)
     assert together.values().tolist() == [int(fingerprint_bits(tensor)) for tensor in tensors]
 
@@ -73,7 +73,7 @@ def test_without_expected_values_zeros_are_meant(room: int | None) -> None:
 
 def test_what_changes_after_it_was_taken_does_not_matter() -> None:
     values = torch.ones(4, dtype=torch.float64)
-    differences, hashes = Differences(), Fingerprints()
+    differences, hashes = Differences(), BitFingerprints()
     differences.add(values, values)
     hashes.add(values)
     before = int(fingerprint_bits(values))
@@ -104,4 +104,4 @@ def test_pairs_of_unequal_shape_are_refused() -> None:
 
 def test_nothing_gives_nothing() -> None:
     assert Differences().rows().shape == (0, 10)
-    assert Fingerprints().values().tolist() == []
+    assert BitFingerprints().values().tolist() == []

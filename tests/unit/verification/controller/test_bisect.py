@@ -12,7 +12,7 @@ import pytest
 from moeverify.errors import CaseError
 from moeverify.results.bisection import Bisection, CommitJudgement, JudgedCommit
 from moeverify.results.finding import Verdict
-from moeverify.verification.controller.bisect import Search
+from moeverify.verification.controller.bisect import CommitSearch
 from moeverify.verification.controller.git_history import Repository
 
 _NUM_COMMITS = 20
@@ -75,7 +75,7 @@ class History:
         scratch = self.root.parent / "moeverify-scratch"
         scratch.mkdir(exist_ok=True)
         with repository.worktree(scratch / "state", checkout=False) as folder:
-            search = Search(repository, folder, judge, lambda event: None, num_jobs)
+            search = CommitSearch(repository, folder, judge, lambda event: None, num_jobs)
             return search.find(repository.resolve(good), repository.resolve(bad))
 
 

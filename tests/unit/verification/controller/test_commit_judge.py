@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.results.bisection import CommitJudgement
-from moeverify.verification.controller.commit_judge import CommitCase, Slot
+from moeverify.verification.controller.commit_judge import CommitCase, Worktree
 from moeverify.verification.controller.git_history import Repository
 from moeverify.verification.controller.judgement import JudgementCache
 
@@ -45,7 +45,7 @@ def test_code_is_imported_from_the_worktree_only(case: CommitCase, tmp_path: Pat
     worktree = tmp_path / "tree"
     (worktree / "src" / "bisected").mkdir(parents=True)
     (worktree / "src" / "bisected" / "__init__.py").touch()
-    path = Slot(case, worktree, tmp_path / "run")._make_environment()["PYTHONPATH"].split(os.pathsep)
+    path = Worktree(case, worktree, tmp_path / "run")._make_environment()["PYTHONPATH"].split(os.pathsep)
     assert path[0] == str(worktree / "src")
     assert not any(place.startswith(str(case.repository.root)) for place in path)
     assert case.find_missing(worktree) == ""
@@ -54,7 +54,7 @@ def test_code_is_imported_from_the_worktree_only(case: CommitCase, tmp_path: Pat
 def test_a_commit_without_the_module_has_no_verdict(case: CommitCase, tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     assert case.find_missing(tmp_path / "tree") == "bisected"
-    slot = Slot(case, tmp_path / "tree", tmp_path / "run", missing="bisected")
+    slot = Worktree(case, tmp_path / "tree", tmp_path / "run", missing="bisected")
     found = slot.finish()
     assert (found.verdict, found.reason) == ("skipped", "this commit has no module `bisected`")
 

@@ -11,13 +11,13 @@ import pytest
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.report.words.run import word_case
-from moeverify.results.failure import End, FailureCause, JobFailure, RankEnd
+from moeverify.results.failure import EndKind, FailureCause, JobFailure, RankEnd
 from moeverify.results.finding import CheckResult, Finding
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.run import CaseResult, Event, RankReport
 from moeverify.verification.controller import tasks
 from moeverify.verification.controller.options import RunOptions
-from moeverify.verification.controller.reshard import Pair, plan_tasks, run_pairs
+from moeverify.verification.controller.reshard import LayoutPair, plan_tasks, run_pairs
 from moeverify.verification.controller.run import run_cases
 from moeverify.verification.jobs import (
     GoldenJob,
@@ -36,7 +36,7 @@ from moeverify.verification.launch.plan import Job, JobOutcome, LaunchEvent
 
 CASES = Path(__file__).parents[4] / "cases"
 SUMMARY = GoldenSummary(losses={}, tensors={})
-RAISED = RankEnd(how=End.RAISED, error="ValueError: no")
+RAISED = RankEnd(how=EndKind.RAISED, error="ValueError: no")
 FAILURE = JobFailure(cause=FailureCause.RANK, rank=1, end=RAISED)
 PASSED = VerifyResult(checks=(CheckResult(name="loss", verdict="pass", tensors=3),), losses=((1.0, 1.0),))
 DIFFERS = VerifyResult(
@@ -180,11 +180,11 @@ def test_a_verdict_that_was_known_before_the_ranks_were_lost_stands(run: Any) ->
 
 
 @pytest.fixture
-def pairs(cases: list[Case]) -> list[Pair]:
-    return [Pair(saver, loader) for saver in cases for loader in cases]
+def pairs(cases: list[Case]) -> list[LayoutPair]:
+    return [LayoutPair(saver, loader) for saver in cases for loader in cases]
 
 
-def test_each_save_comes_once_before_the_loads_that_need_it(pairs: list[Pair]) -> None:
+def test_each_save_comes_once_before_the_loads_that_need_it(pairs: list[LayoutPair]) -> None:
     planned = plan_tasks(pairs, RunOptions(), {}, Path("/at"))
     assert [task.case.name for task in planned] == [
         "save ddp",
@@ -201,7 +201,7 @@ def test_each_save_comes_once_before_the_loads_that_need_it(pairs: list[Pair]) -
     assert places == {Path("/at/0000"), Path("/at/0001")}
 
 
-def test_a_pair_with_a_fault_has_a_save_of_its_own(pairs: list[Pair]) -> None:
+def test_a_pair_with_a_fault_has_a_save_of_its_own(pairs: list[LayoutPair]) -> None:
     planned = plan_tasks(pairs[:2], RunOptions(fault="all:of"), {"ddp -> ddp": "some:fault"}, Path("/at"))
     assert [(task.case.name, task.fault) for task in planned] == [
         ("save ddp -> ddp", "some:fault"),
@@ -212,10 +212,12 @@ def test_a_pair_with_a_fault_has_a_save_of_its_own(pairs: list[Pair]) -> None:
 
 
 def test_a_load_without_its_save_says_so(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pairs: list[Pair]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pairs: list[LayoutPair]
 ) -> None:
     missing = JobFailure(
-        cause=FailureCause.RANK, rank=0, end=RankEnd(how=End.RAISED, error="FileNotFoundError: checkpoint")
+        cause=FailureCause.RANK,
+        rank=0,
+        end=RankEnd(how=EndKind.RAISED, error="FileNotFoundError: checkpoint"),
     )
     ranks = Ranks({"save ddp": FAILURE, "ddp -> ddp": missing, "fsdp2 -> ddp": missing})
     monkeypatch.setattr(tasks, "run_jobs", ranks.run)
@@ -240,7 +242,7 @@ def test_what_cannot_save_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, tmp_
     options = RunOptions(
         device="cpu", num_ranks=2, golden_folder=tmp_path / "golden", cache_folder=tmp_path / "cache"
     )
-    pairs = [Pair(saver, loader) for saver in (small, wide) for loader in (small, wide)]
+    pairs = [LayoutPair(saver, loader) for saver in (small, wide) for loader in (small, wide)]
     result = run_pairs(pairs, options, lambda event: None)
     assert result is not None
     reasons = {case.name: case.reason for case in result.cases if case.verdict == "skipped"}

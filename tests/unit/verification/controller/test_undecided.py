@@ -13,10 +13,10 @@ from moeverify.faults.setting import make_case
 from moeverify.report.words.note import describe_undecided
 from moeverify.results.checks import CheckName
 from moeverify.results.decided import Decided, count_decided
-from moeverify.results.facts import DtypeFacts, ReplayedModules, Use
+from moeverify.results.facts import DtypeFacts, DtypeUse, ReplayedModules
 from moeverify.results.finding import CheckResult, Finding, find_undecided
 from moeverify.results.run import CaseResult
-from moeverify.verification.checks.base import Outcome
+from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.limits import apply_limits
 from moeverify.verification.checks.registry import CHECKS
 from moeverify.verification.controller.escalation import (
@@ -45,10 +45,10 @@ def in_precision(precision: str, parallelize: str = "", float8: str = "none") ->
     return make_case("c", recipe={"precision": precision, "float8": float8}, dp_shard=2, **own)
 
 
-def measure(name: str, limits: dict[str, float]) -> tuple[Any, Outcome]:
+def measure(name: str, limits: dict[str, float]) -> tuple[Any, CheckOutcome]:
     check = next(check for check in CHECKS if check.name == name)
     result = CheckResult(name=name, verdict="pass", tensors=len(limits))
-    return check, Outcome(
+    return check, CheckOutcome(
         result, (), {(0, name.partition(" ")[0], tensor): limit for tensor, limit in limits.items()}
     )
 
@@ -145,7 +145,7 @@ def test_a_wider_run_without_a_verdict_decides_nothing(verdict: str) -> None:
 
 def make_narrow(dtype: str) -> Finding:
     facts = DtypeFacts(
-        use=Use.COMPUTES,
+        use=DtypeUse.COMPUTES,
         module="head",
         dtype=dtype,
         wanted="float32",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moeverify.verification.golden_run.narrow_rounding import (
     MovedFloat8,
     MovedRoundings,
-    NarrowParts,
+    NarrowPartsWatch,
     move_nearest,
 )
 
@@ -64,7 +64,7 @@ def test_narrow_parts_are_named_by_their_innermost_module() -> None:
             return (wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype)
 
     model = nn.Sequential(nn.Linear(4, 4), Norm(), nn.Linear(4, 4)).double()
-    parts = NarrowParts(model, model.parameters())
+    parts = NarrowPartsWatch(model, model.parameters())
     with parts.noting():
         model(torch.rand(2, 4, dtype=torch.float64)).sum().backward()
     assert parts.found == {"1": torch.float32}

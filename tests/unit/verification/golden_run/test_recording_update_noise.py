@@ -15,7 +15,7 @@ from moeverify.cases.validation.load import load_cases
 from moeverify.parallel.regions.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.verification.checks.bounds import FLOOR, Bounds, Criterion
+from moeverify.verification.checks.bounds import FLOOR, Bounds, Criterion, Norms
 from moeverify.verification.golden.noise import noise_key, sign_flip_key, update_drift_key
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.golden_run.update_noise import (
@@ -103,7 +103,7 @@ def bounds_of(golden: StoredGolden, recipe: Recipe, own: float) -> Bounds:
 
 
 def bound_of(bounds: Bounds, name: str) -> float:
-    return bounds.bound(0, "update", name, Criterion(), expected_norm=1.0, kind_norm=1.0)
+    return bounds.bound((0, "update", name), Criterion(), Norms(1.0, 1.0))
 
 
 def turned_error(num_turned: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from moeverify.cases.validation.load import load_cases
-from moeverify.results.facts import ComparedFacts, DtypeFacts, NumCollectives, Use
+from moeverify.results.facts import ComparedFacts, DtypeFacts, DtypeUse, NumCollectives
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.measurement import Measurement, Roofline
 from moeverify.results.probe import Answer, ProbeOutcome
@@ -64,7 +64,7 @@ FINDING = Finding(
 DTYPE = FINDING.model_copy(
     update={
         "facts": DtypeFacts(
-            use=Use.REDUCES, module="", dtype="a", wanted="b", parameters=("w",), num_known=1, how=("x",)
+            use=DtypeUse.REDUCES, module="", dtype="a", wanted="b", parameters=("w",), num_known=1, how=("x",)
         )
     }
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.verification.launch.plan import Job, Plan, write_atomically
+from moeverify.verification.launch.plan import Job, LaunchPlan, write_atomically
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
@@ -14,7 +14,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         Job(name="a/b c", num_ranks=2, payload={"x": [1, 2.5, None, {"y": "z"}]}),
         Job(name="d", num_ranks=1),
     )
-    plan = Plan(
+    plan = LaunchPlan(
         jobs=jobs,
         entry="package.module",
         num_ranks=2,
@@ -24,7 +24,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         search_path=("/somewhere",),
     )
     plan.write(tmp_path / "plan.json")
-    assert Plan.read(tmp_path / "plan.json") == plan
+    assert LaunchPlan.read(tmp_path / "plan.json") == plan
     assert plan.job_folder(1) == tmp_path / "jobs" / "0004"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moeverify.verification.worker.leftovers import ProcessState, Settings
+from moeverify.verification.worker.leftovers import ProcessSettings, ProcessState
 
 Change = Callable[[pytest.MonkeyPatch], object]
 
@@ -43,7 +43,7 @@ def _restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_found_and_settings_are_restored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, settings = ProcessState(), Settings()
+    state, settings = ProcessState(), ProcessSettings()
     state.note_functions()
     monkeypatch.setattr(torch.nn, "cache_of_a_library", lambda: None, raising=False)  # had no value before
     monkeypatch.setattr(sys, "excepthook", dist.get_rank)  # by torch, as `init_process_group` does

@@ -7,7 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from moeverify.verification.launch.stack import find_place, trim_stack
+from moeverify.verification.launch.tracebacks import find_place, trim_stack
 
 DUMP = """Fatal Python error: Aborted
 

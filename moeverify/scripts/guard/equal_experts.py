@@ -14,7 +14,7 @@ from moeverify.scripts.guard.replicas import is_expert
 from moeverify.scripts.guard.samples import measure_samples
 
 
-def find_alike(shards: Sequence[LocalShard], rank: int) -> list[Finding]:
+def find_equal_experts(shards: Sequence[LocalShard], rank: int) -> list[Finding]:
     """Return a finding if experts of this rank have equal values: slices of one tensor, or numbered siblings.
 
     Constant values, such as zero biases, are ignored: they are equal in every model.
