@@ -276,7 +276,7 @@ def _import_all() -> None:
     for package in map(importlib.import_module, _PACKAGES):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
-    preload(WORKER)
+    preload(WORKER, "cpu")
 
 
 def _build_models() -> None:
