@@ -52,13 +52,17 @@ class BenchFiles(OptionGroup):
         ),
     ] = None
 
-    def check(self) -> None:
+    def check(self, *, has_sweep: bool) -> None:
         """Check, before minutes of measuring, that all files can be written.
 
-        Raises: CaseError listing the paths that cannot.
+        Raises: CaseError listing the paths that cannot, or if `--plots` has no sweep to show.
         """
+        from moeverify.errors import CaseError, Problem
         from moeverify.report.files import check_writable
 
+        if self.plots is not None and not has_sweep:
+            remedy = "add --sweep A.B=V,W, or take --profile DIR for the picture of a step"
+            raise CaseError([Problem("shows a sweep, and there is none", path="--plots", remedy=remedy)])
         check_writable([] if self.json is None else [self.json], self.plots, self.profile)
 
     def name_folders(self, cases: Sequence[Case]) -> dict[str, Path]:
@@ -112,7 +116,7 @@ def bench(
         from moeverify.verification.controller.bench import Bench, mark_swept
 
         if context.is_first:
-            files.check()
+            files.check(has_sweep=bool(sweep))
             tracking.check()
         combinations = selection.load_sweep(sweep or ())
         folders = files.name_folders([case for each in combinations for case in each.cases])

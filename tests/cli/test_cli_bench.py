@@ -103,6 +103,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         (["-k", "nothing"], "no case matches `nothing`"),
         (["--sweep", "layout.ep"], "expected `path=value,value`, got `layout.ep`"),
         (["--sweep", "layout.ep=3,5"], "layout.ep: ep 3 needs a model with experts"),
+        (["--plots", "plots"], "--plots: shows a sweep, and there is none"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(

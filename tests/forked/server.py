@@ -1,4 +1,4 @@
-"""A process that has imported torch and the modules of ranks, and forks the Python processes of tests.
+"""A process that has imported torch and the modules of moeverify, and forks the Python processes of tests.
 
 `python server.py LISTENER PARENT CLIENT... PADDING` serves on the inherited socket until PARENT ends. The
 import takes four seconds, longer than most launches of the tests. A forked process gets the environment,
@@ -16,6 +16,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import signal
@@ -25,9 +26,13 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from moeverify.garbage import uncollected
 from moeverify.verification.jobs import WORKER
 from moeverify.verification.launch import monitor
 from moeverify.verification.launch.agent import preload
@@ -38,8 +43,13 @@ _IMPORTS = (
     "torch.distributed.launcher.api",
     "torch.distributed.run",
     "moeverify.verification.launch.logs",
-    "moeverify.verification.controller.run",
+    "moeverify.report.figures",
+    "moeverify.report.next_steps",
+    "moeverify.report.progress",
+    "moeverify.report.text",
 )
+# Packages of commands, which import hardly anything before they know that they need it.
+_PACKAGES = ("moeverify.cases", "moeverify.cli", "moeverify.verification.controller")
 # Variables that torch, its libraries and the interpreter read, or may read, before a fork.
 _READ_EARLY = (
     "TORCH",
@@ -259,6 +269,36 @@ def _run(words: list[str]) -> None:
     exec(code, main.__dict__)
 
 
+def _import_all() -> None:
+    """Import torch, the modules of ranks, and those of the command line."""
+    for name in _IMPORTS:
+        importlib.import_module(name)
+    for package in map(importlib.import_module, _PACKAGES):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    preload(WORKER, "cpu")
+
+
+def _build_models() -> None:
+    """Build the validators of all models, which each process would otherwise build at their first use."""
+    left: list[type[BaseModel]] = [BaseModel]
+    while left:
+        models = left.pop().__subclasses__()
+        left += models
+        for model in models:
+            model.model_rebuild(raise_errors=False)
+
+
+def _skip_exit_functions() -> None:
+    """Keep the exit functions of imported modules from running in each forked process.
+
+    torch frees each of its libraries of operators, and formats the times of its compiler for a log.
+    """
+    for finalizer in list(weakref.finalize._registry):
+        finalizer.atexit = False
+    atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
+
+
 def _end(code: int) -> None:
     """End like the interpreter, but without freeing imported modules: that takes a second, with no effect."""
     threading._shutdown()
@@ -284,10 +324,11 @@ def main() -> None:
     found = sys.path.copy()
     client = sys.argv[3:-1]
     set_interpreter("cpu")
-    gc.disable()  # until `preload` has imported everything
-    for name in _IMPORTS:
-        importlib.import_module(name)
-    preload(WORKER)
+    with uncollected():
+        _import_all()
+        _build_models()
+    gc.freeze()  # as `preload` does with the imports of ranks
+    _skip_exit_functions()
     monitor.agent_command = lambda: [*client, "-m", "moeverify.verification.launch.agent"]
     request = server.serve()
     _become(request, found)

@@ -17,10 +17,11 @@ import pytest
 from forked.python import ForkedPython
 
 TELL = """\
-import json, os, sys, tempfile
+import gc, json, os, sys, tempfile
 print(json.dumps({
     "name": __name__, "words": sys.argv, "folder": os.getcwd(), "first": sys.path[:2], "told": os.environ.get("TOLD"),
     "temporary": tempfile.gettempdir(), "command": open("/proc/self/cmdline").read().strip("\\0").split("\\0"),
+    "collects": gc.isenabled(),
     "leads": os.getsid(0) == os.getpid(), "is_parent": os.getppid() == int(os.environ["PARENT"]),
     "torch": "torch" in sys.modules, "server": any(name.startswith("forked") for name in sys.modules),
 }))
