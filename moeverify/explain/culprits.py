@@ -169,8 +169,9 @@ class Culprits:
             maker = self._find_scaling(cause, at)
             found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}
             found["here"] = self._operation(maker)
+        elif cause.known == "reduction":
+            found["axes"] = self.name_over(tuple(target.values.values()))
         elif found["taken"] is not None:
-            found["axes"] = found["taken"].over
             if cause.known == "moved":
                 found["copy_of"] = self._find_original(target, at)
             if cause.known == "moved" and not found["taken"].others:

@@ -11,15 +11,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from functools import cached_property
 
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import list_chain
-from moeverify.explain.compare import ROUNDING, is_right, relative_error
+from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import (
@@ -35,6 +33,7 @@ from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
+from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown
@@ -80,7 +79,6 @@ class Explainer:
     def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
         self.joint = Joint(programs, list_constants(one))
         self.step = step
-        self._scales = tuple(scales)
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
         wrong, self.right = find_targets(self.joint, one, step)
@@ -229,7 +227,7 @@ class Explainer:
         if is_recorded and (summed := self._addends.explain(target)) is not None:
             return self._explain_sum(summed, state, end)
         alignment = self.alignment.under(state)
-        factor = self._find_factor(target, state)
+        factor = find_factor(self.alignment, target, state)
         if factor is not None:
             alignment = alignment.without_scale(factor)
         stretch = self._open(alignment, target)
@@ -237,7 +235,7 @@ class Explainer:
         place = [] if first is None else [Cause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
-            place[0].known = self._find_kind(alignment, target, factor)
+            place[0].known = find_relation(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
         self._tell_place(*place)
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):
@@ -271,47 +269,6 @@ class Explainer:
         ends = self.landmarks.find_first_wrong(alignment, values)
         makers = frozenset(self.joint.maker(at) for at in (*values, *ends))
         return _Stretch(alignment, list_unknown(alignment, ends or values), makers)
-
-    def _find_factor(self, target: Target, state: Execution) -> float | None:
-        """Return the factor if a result is the same multiple of the right one on all ranks, else None."""
-        factors = []
-        for rank, at in target.values.items():
-            data, right = state.data(at), target.right[rank].reshape(-1).to(torch.float64)
-            if data is None or data.numel() != right.numel():
-                return None
-            actual = data.reshape(-1).to(torch.float64)
-            factor = float(actual @ right) / float(right @ right) if bool(right.any()) else 0.0
-            if factor == 0.0 or not (
-                is_right(actual, right * factor) or self._is_rounded_multiple(at, right, factor)
-            ):
-                return None
-            if data.numel() == 1 and not any(
-                math.isclose(factor, scale, rel_tol=1e-9) for scale in self._scales
-            ):
-                return None  # any single number is a multiple of any other
-            factors.append(factor)
-        return factors[0] if max(factors) - min(factors) <= 1e-7 * abs(factors[0]) else None
-
-    def _is_rounded_multiple(self, at: At, right: torch.Tensor, factor: float) -> bool:
-        """Return whether a multiple of a single-device value is one of the right value, up to float32 rounding."""
-        known, data = self.alignment.find(at), self.alignment.data(at)
-        is_multiple = known is not None and known.ids is not None and not known.over and known.scale != 1.0
-        return is_multiple and data is not None and relative_error(data, right * factor) < ROUNDING
-
-    def _find_kind(
-        self, alignment: Alignment, target: Target, factor: float | None
-    ) -> Literal["", "scale", "reduction", "moved"]:
-        """Return the relation of wrong results to single-device values."""
-        if factor is not None:
-            return "scale"
-        known = [alignment.find(at) for at in target.values.values()]
-        if not all(each is not None and each.ids is not None for each in known):
-            return ""
-        if all(each is not None and each.over for each in known):
-            return "reduction"
-        return (
-            "moved" if all(each is not None and not each.over and each.scale == 1.0 for each in known) else ""
-        )
 
     def _comes_after(self, edit: Edit, suspects: set[At]) -> bool:
         """Return whether an edit replaces values computed from suspects, which would hide errors in these."""
@@ -480,6 +437,8 @@ class Explainer:
 
     def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
         """Return whether the phase of an operator, before that of the wrong results, has right values again."""
+        if op in self._proven:
+            return True
         phase, wrong = self.joint.op(op).phase, [at for at in results if stretch.alignment.is_wrong(at)]
         if not wrong or phase in {self.joint.op(end).phase for end in stretch.ends}:
             return False
@@ -488,7 +447,19 @@ class Explainer:
 
     def _takes_right(self, alignment: Alignment, op: At) -> bool:
         """Return whether no operand of an operator is wrong."""
-        return not any(map(alignment.is_wrong, self.joint.needs(op)))
+        needs = (at for at in self.joint.needs(op) if self.joint.maker(at) not in self._proven)
+        return not any(map(alignment.is_wrong, needs))
+
+    @cached_property
+    def _proven(self) -> set[At]:
+        """The operators of forward passes whose results are right, since all losses of the step are."""
+        losses = [each for each in (*self.right, *self.wrong) if each.mark[1] == Kind.LOSS]
+        if not losses or any(each in losses for each in self.wrong):
+            return set()
+        before = self.joint.list_before([at for each in losses for at in each.values.values()])
+        return {
+            op for op in before if (self.joint.op(op).phase, self.joint.op(op).step) == ("forward", self.step)
+        }
 
 
 def _order(target: Target) -> int:

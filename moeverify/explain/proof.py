@@ -98,12 +98,13 @@ class Proof:
         return after if self._has_other_sizes(edit, after) and self.is_local(edit, state) else None
 
     def _has_other_numbers(self, edit: Edit) -> bool:
-        """Return whether an edit changes numbers, and no shapes: those of views depend on the rank's part."""
+        """Return whether an edit changes numbers, but not the sizes of a view or a new tensor."""
         for at, other in edit.others.items():
             op = self._joint.op(at)
             is_view = any(self._joint.value((at[0], number)).alias >= 0 for number in op.results)
             numbers = list_numbers(op, other)
-            if is_view or not numbers or len(numbers) < len(list_differences(op, other)):
+            is_new = not list(op.reads())
+            if is_view or is_new or not numbers or len(numbers) < len(list_differences(op, other)):
                 return False
         return edit.kind == "number" and bool(edit.others)
 

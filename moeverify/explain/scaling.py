@@ -52,7 +52,7 @@ class Scaling:
         users: dict[At, tuple[Site, ...]] = {}
         for op in [*lineage, *before]:
             sites = self._lines.sites(op)
-            if sites and sites not in users.values() and self._multiplies(op) and self._has_other_numbers(op):
+            if sites and sites not in users.values() and self._multiplies(op) and self.has_other_numbers(op):
                 users[op] = sites
         own = [sites for op, sites in users.items() if op in lineage]
         others = [sites for op, sites in users.items() if op not in lineage and op not in self._shared]
@@ -109,7 +109,7 @@ class Scaling:
         is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
         return is_same and type(recorded.args[1]) in (int, float)
 
-    def _has_other_numbers(self, op: At) -> bool:
+    def has_other_numbers(self, op: At) -> bool:
         """Return whether some rank passes numbers that one device does not pass to an operator of this place.
 
         False if one device has no such place.

@@ -100,7 +100,7 @@ class Upstream:
             self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause) if cause.sums else (),
-            self._list_definitions(cause.ops[0]) if defines else (),
+            self._list_definitions(cause.ops[0]),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
@@ -346,6 +346,10 @@ class Upstream:
             if self._joint.op(op).step < 0:
                 continue
             reads = self._list_operands(op)
+            sites = self._lines.sites(op)
+            if sites and not self._joint.value(at).is_floating and self._scaling.has_other_numbers(op):
+                yield make_origin("number", sites)
+                yield from self._lines.define(sites)
             if self._agreement.agrees(at):
                 # Elements of a right value are right, also those that a wrong index takes.
                 is_taken = is_passing(self._joint, op) and self._joint.value(at).is_floating
@@ -354,12 +358,14 @@ class Upstream:
                 waiting += indices
                 continue
             wrong = [each for each in reads if not self._agreement.agrees(each)]
-            sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
                 yield make_origin("value" if self._agreement.is_on_one_device(at) else "extra", sites)
                 if _has_numbers(self._joint.op(op)):
                     yield from self._lines.define(sites)
             waiting += wrong
+            waiting += [
+                each for each in reads if each not in wrong and not self._joint.value(each).is_floating
+            ]
 
     def _list_decisions(self, indices: Sequence[At]) -> Iterator[Origin]:
         """Yield the operators that compute indices from floating-point numbers, if one device does not run them."""

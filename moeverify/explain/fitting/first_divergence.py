@@ -109,12 +109,14 @@ class Known:
 
     `gradients` has the names of the parameters with wrong gradients. `noise` is the relative error that
     calibration allows for gradients: if a model rounds to a narrower dtype internally, smaller differences
-    of readings are not an origin.
+    of readings are not an origin. With `has_own_step`, the user's step chooses the scale of its backward passes:
+    it may add gradients of all ranks, or average them.
     """
 
     gradients: Collection[str] = ()
     loss_differs: bool = False
     noise: float = 0.0
+    has_own_step: bool = False
 
 
 def find_origins(
@@ -133,12 +135,15 @@ def find_origins(
     """
     known = known or Known()
     bound = max(READING_BOUNDS[precision], known.noise)
-    ranks = AllReadings(by_rank, coordinates, tp, precision)
-    judged = [
-        each
-        for reading in sorted(golden, key=lambda reading: reading.order)
-        if (each := _judge(reading, ranks, bound)) is not None
-    ]
+    in_order = sorted(golden, key=lambda reading: reading.order)
+
+    def judge_all(read: Sequence[RankReadings]) -> list[_Judged]:
+        ranks = AllReadings(read, coordinates, tp, precision)
+        return [each for reading in in_order if (each := _judge(reading, ranks, bound)) is not None]
+
+    judged = judge_all(by_rank)
+    if known.has_own_step and (scale := _find_scale(judged, bound)) != 1.0:
+        judged = judge_all([_divide_gradients(each, scale) for each in by_rank])
     origins: dict[str, Origin] = {}
     beside: dict[str, tuple[Origin, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
@@ -165,6 +170,29 @@ def find_origins(
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
     return Search(origins, num_right, worst_right, matched, beside)
+
+
+def _find_scale(judged: Sequence[_Judged], bound: float) -> float:
+    """Return the factor of the first reading of the backward pass, if it is a multiple of the golden's, else 1."""
+    first = next((each for each in judged if each.reading.direction == BACKWARD), None)
+    if first is None:
+        return 1.0
+    pairs = [(first.tensor.expected_of(shard), shard.values()) for shard in first.tensor.shards]
+    size = sum(float(expected.square().sum()) for expected, _ in pairs)
+    scale = sum(float((expected * actual).sum()) for expected, actual in pairs) / (size or 1.0)
+    error = max(float((actual - scale * expected).norm()) for expected, actual in pairs)
+    return scale if scale != 0.0 and error <= bound * abs(scale) * size**0.5 else 1.0
+
+
+def _divide_gradients(read: RankReadings, scale: float) -> RankReadings:
+    """Return the readings of a rank with those of the backward pass divided by a factor."""
+    return replace(
+        read,
+        readings=[
+            replace(each, local=each.local / scale) if each.direction == BACKWARD else each
+            for each in read.readings
+        ],
+    )
 
 
 def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:

@@ -215,7 +215,9 @@ def _make_inputs(
     read_right = cache(lambda: read_golden_modules(case.recipe, golden, step, device))
     tensors = assemble_tensors([each.captured for each in evidence.by_rank], read, precision)
     failed = _failed_keys(judgement)
-    search = _search(case, evidence, read_right, _find_known(judgement, step))
+    search = _search(
+        case, evidence, read_right, _find_known(judgement, step, has_own_step=case.recipe.step is not None)
+    )
     bounds = _find_bounds(judgement)
     return DiagnosisInputs(
         tensors={
@@ -305,7 +307,7 @@ def _component_source(
     return cache(lambda: make_components(case, golden, step, device))
 
 
-def _find_known(judgement: Judgement, step: int) -> Known:
+def _find_known(judgement: Judgement, step: int, *, has_own_step: bool) -> Known:
     """Return the results of the checks in a step that the search uses: wrong gradients, loss, noise."""
     found = [each for each in judgement.findings if each.step == step]
     wrong = [each for each in found if each.check == CheckName.GRADIENT]
@@ -313,6 +315,7 @@ def _find_known(judgement: Judgement, step: int) -> Known:
         gradients=frozenset(each.tensor for each in wrong),
         loss_differs=any(each.kind in (Kind.LOSS, Kind.TOKEN_LOSS) for each in found),
         noise=min((each.bound for each in wrong), default=0.0),
+        has_own_step=has_own_step,
     )
 
 

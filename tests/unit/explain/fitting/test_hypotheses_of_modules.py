@@ -335,3 +335,21 @@ def test_a_module_that_puts_out_no_numbers_is_said_to(value: float) -> None:
     actual[0, 1, 2] = value
     tensor, inputs = make_origin(draw(2, 3, 4), actual)
     assert examine("altered", tensor, inputs).explanation.operation.is_no_number
+
+
+def test_the_scale_of_a_users_backward_passes_is_no_divergence() -> None:
+    # The step adds the gradients of two ranks, and the tap divides by the number of ranks.
+    backward = {"direction": "backward", "end": "output"}
+    golden = [
+        replace(read(name, at, draw(2, 3, 4, seed=at)), **backward)
+        for at, name in enumerate(("head", "body"))
+    ]
+    half = [replace(each, local=each.local / 2) for each in golden]
+    wrong = [half[0], replace(half[1], local=half[1].local.flip(1))]
+    of_layout, of_user = (
+        search_one_rank(golden, wrong, Known(gradients={"body.weight"}, has_own_step=has_own_step))
+        for has_own_step in (False, True)
+    )
+    assert of_layout.origins["backward"].module == "head"
+    assert of_user.origins["backward"].module == "body"
+    assert of_user.num_right["backward"] == 1
