@@ -8,7 +8,14 @@ from pathlib import Path
 from loader import Plant
 from ruamel.yaml import YAML
 
-UNMIXED = ("heron.pipe:stages", "kestrel.pipe:stages", "kestrel.zero:grid", "heron.parallel:expert_fsdp")
+UNMIXED = (
+    "heron.pipe:stages",
+    "heron.parallel:expert_fsdp",
+    "kestrel.pipe:stages",
+    "kestrel.zero:grid",
+    "osier.parallel:fsdp",
+    "osier.pipeline:stages",
+)
 """Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
 shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
 reduction under gloo."""

@@ -48,19 +48,17 @@ class Scaling:
             yield from self._list_loss_scale(before, is_right=False)
 
     def _list_numbers(self, before: Sequence[At], lineage: Sequence[At]) -> Iterator[Origin]:
-        """Yield operators that multiply by numbers which one device does not have, and definitions of these."""
+        """Yield definitions of the numbers of operators that multiply by numbers which one device does not have."""
         users: dict[At, tuple[Site, ...]] = {}
         for op in [*lineage, *before]:
             sites = self._lines.sites(op)
-            if sites and sites not in users.values() and self._multiplies(op) and self.has_other_numbers(op):
+            if sites and sites not in users.values() and self._multiplies(op) and self._has_other_numbers(op):
                 users[op] = sites
         own = [sites for op, sites in users.items() if op in lineage]
         others = [sites for op, sites in users.items() if op not in lineage and op not in self._shared]
-        yield from (make_origin("number", sites) for sites in own)
         if not self._right:  # a wrong scale of the loss multiplies all gradients
             yield from self._list_loss_scale(before, is_right=True)
         for sites in [*others, *own]:
-            yield make_origin("number", sites)
             yield from self._lines.define(sites)
 
     def _list_loss_scale(self, before: Sequence[At], *, is_right: bool) -> Iterator[Origin]:
@@ -109,7 +107,7 @@ class Scaling:
         is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
         return is_same and type(recorded.args[1]) in (int, float)
 
-    def has_other_numbers(self, op: At) -> bool:
+    def _has_other_numbers(self, op: At) -> bool:
         """Return whether some rank passes numbers that one device does not pass to an operator of this place.
 
         False if one device has no such place.

@@ -87,8 +87,7 @@ class Upstream:
             self._spectrum.list_unwritten(cause),
             # A collective that a wrong sum has passed says more than those that it has not passed.
             self._list_groups(cause, lineage) if cause.known else (),
-            self._spectrum.list_missing(cause),
-            self._list_read(taken),
+            self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = list(self._list_branches(cause))
         found = () if cause.sums else self._choose(named, *sources, branches=branches)
@@ -96,8 +95,6 @@ class Upstream:
         return found or self._choose(
             named,
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
-            self._list_silent(cause) if defines or cause.known else (),
-            self._list_applied(cause),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause) if cause.sums else (),
             self._list_definitions(cause.ops[0]),
@@ -149,20 +146,6 @@ class Upstream:
         for label in labels:
             if (op := self._lines.makers.get((rank, label))) is not None:
                 yield from self._describe_made(op)
-
-    def _list_read(self, taken: Sequence[At]) -> Iterator[Origin]:
-        """Yield the lines that made the weights from which a wrong operand is computed, if ranks alone run them."""
-        program = self._one.program
-        for at in taken:
-            labels = {
-                program.base(number).label
-                for root in self._roots(at)
-                for number in program.op_of(root).reads()
-            }
-            for label in sorted(labels):
-                op = self._lines.makers.get((at[0], label))
-                if op is not None and any(map(self._lines.is_parallel, self._lines.made_at(op)[:1])):
-                    yield from self._describe_made(op)
 
     def _list_received(self, first: At) -> Iterator[Origin]:
         """Yield the collectives whose results an operation takes directly."""
@@ -256,12 +239,6 @@ class Upstream:
         lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
         yield from (make_origin("branch", [line]) for line in lines)
 
-    def _list_silent(self, cause: Cause) -> Iterator[Origin]:
-        """Yield the lines of a step that only ranks execute and that run no operator, if there are few."""
-        lines = self._lines.list_silent(cause.ops[0][0], cause.targets[0].mark[0])
-        if len(lines) <= _MOST:
-            yield from (make_origin("silent", [line]) for line in lines)
-
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
         sites = self._joint.programs[op[0]].sites_of(self._joint.op(op))
@@ -346,10 +323,6 @@ class Upstream:
             if self._joint.op(op).step < 0:
                 continue
             reads = self._list_operands(op)
-            sites = self._lines.sites(op)
-            if sites and not self._joint.value(at).is_floating and self._scaling.has_other_numbers(op):
-                yield make_origin("number", sites)
-                yield from self._lines.define(sites)
             if self._agreement.agrees(at):
                 # Elements of a right value are right, also those that a wrong index takes.
                 is_taken = is_passing(self._joint, op) and self._joint.value(at).is_floating
@@ -358,6 +331,7 @@ class Upstream:
                 waiting += indices
                 continue
             wrong = [each for each in reads if not self._agreement.agrees(each)]
+            sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
                 yield make_origin("value" if self._agreement.is_on_one_device(at) else "extra", sites)
                 if _has_numbers(self._joint.op(op)):
@@ -419,15 +393,6 @@ class Upstream:
         for user in self._joint.users.get(value, ()) if maker.step < 0 or not list(maker.reads()) else ():
             if sites := self._lines.sites(user):
                 yield make_origin("reader", sites)
-
-    def _list_applied(self, cause: Cause) -> Iterator[Origin]:
-        """Yield where the forward pass applies the function whose backward calls the operation."""
-        op = self._joint.op(cause.ops[0])
-        if op.phase == "backward" and op.sites and op.origin >= 0:
-            sites = self._joint.programs[cause.ops[0][0]].ops[op.origin].sites
-            users = [site for site in sites if is_of_user(site.file) and site.file != op.sites[0].file]
-            if users:
-                yield make_origin("applied", users)
 
     def _list_groups(self, cause: Cause, lineage: Iterable[At]) -> Iterator[Origin]:
         """Yield the collectives that reduced a wrong result, and where their groups come from."""

@@ -11,7 +11,7 @@ from moeverify.explain.definitions import Definitions, make_definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program, Site
-from moeverify.explain.sites import find_line, is_of_user
+from moeverify.explain.sites import is_of_user
 from moeverify.results.culprit import Origin, OriginKind
 
 
@@ -53,17 +53,6 @@ class UserLines:
     def is_parallel(self, site: Site) -> bool:
         """Return whether ranks execute a line and one device does not."""
         return (site.file, site.line) in self._of_ranks
-
-    def list_silent(self, rank: int, step: int) -> list[Site]:
-        """Return the lines of a step that only ranks execute and that run no operator.
-
-        Of lines one after another, only the first is returned.
-        """
-        program = self._joint.programs[rank]
-        heard = {(site.file, site.line) for op in program.ops for site in op.sites}
-        lines = program.lines.get(step, set()) - self._of_one - heard
-        firsts = sorted((file, line) for file, line in lines if (file, line - 1) not in lines)
-        return [find_line(*line) for line in firsts]
 
     def define(
         self,

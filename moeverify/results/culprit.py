@@ -90,7 +90,6 @@ OriginKind = Literal[
     "cut",
     "value",
     "extra",
-    "number",
     "factor",
     "derivative",
     "moved",
@@ -98,14 +97,12 @@ OriginKind = Literal[
     "missing",
     "alone",
     "member",
-    "applied",
     "collective",
     "condition",
     "group",
     "definition",
     "made",
     "entered",
-    "silent",
     "reader",
     "repeated",
     "unused",
@@ -116,7 +113,6 @@ OriginKind = Literal[
 - `cut`: it detaches a tensor through which one device passes a gradient;
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
-- `number`: it multiplies by a number that one device does not have there;
 - `factor`: it computes a factor of the loss, and one device does not execute it;
 - `derivative`: it computes a gradient in user code, before the wrong one;
 - `moved`: it changes the order of elements, and one device does not run it;
@@ -124,7 +120,6 @@ OriginKind = Literal[
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `alone`: right results of this kind do not pass it;
 - `member`: it decides which elements a list has that the missing call takes;
-- `applied`: it applies the function whose backward is wrong;
 - `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
 - `condition`: it decides whether the missing call runs;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
@@ -132,7 +127,6 @@ OriginKind = Literal[
 - `reader`: it reads a state that nothing writes in the step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
-- `silent`: it runs no operator, and one device does not execute it in this step;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """
 

@@ -93,7 +93,6 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "cut": "passes no gradient, unlike the same place on one device",
     "value": "its inputs match, and its values differ from those of one device",
     "extra": "one device does not run it, and its result is used here",
-    "number": "takes a number that one device does not pass",
     "factor": "computes a factor of the loss, and one device does not execute it",
     "derivative": "computes a gradient before the wrong one, and one device does not run it",
     "moved": "changes the order of elements, and one device does not run it",
@@ -101,7 +100,6 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "missing": "right results of this kind pass this call, and this one does not",
     "member": "decides what that call takes",
     "alone": "right results of this kind do not pass this line, and this one does",
-    "applied": "calls the function in the forward pass",
     "collective": "the wrong result passes this collective",
     "condition": "decides whether that call runs",
     "group": "takes the process group of that collective",
@@ -110,7 +108,6 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "reader": "reads the tensor, and nothing writes it in this step",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
-    "silent": "runs no operator, and one device does not execute it",
     "entered": "calls this function from a line that one device does not run",
 }
 """Relation of a line to the wrong result that may come from it."""

@@ -18,7 +18,6 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.groups import follow_groups
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
-from moeverify.explain.upstream import Upstream
 from moeverify.parallel.regions.region import Region
 from moeverify.results.culprit import Culprit
 
@@ -171,22 +170,6 @@ def test_the_handling_of_an_operator_is_not_traced(monkeypatch: pytest.MonkeyPat
         assert sys.gettrace() is not None
     assert seen
     assert not any(seen)
-
-
-def test_a_line_without_operators_that_only_ranks_execute_is_named() -> None:
-    def run(x: Tensor, kinds: list[str]) -> Tensor:
-        kept = x.sin()
-        if len(kinds) == 2:
-            kinds.append("called")
-        return torch.tanh(kept) * kept.sum() if len(kinds) == 3 else torch.tanh(kept)
-
-    ranks = record_call(lambda x: run(x, ["a", "b"]), None, x=make(8, 4))
-    one = record_call(lambda x: run(x, ["a"]), None, x=make(8, 4))
-    explainer = Explainer([ranks], one, 0, ())
-    upstream = Upstream(explainer.alignment, explainer.one, [])
-    causes = explainer.explain(20, proves=False)
-    found = [(each.kind, each.line.expression) for each in upstream._list_silent(causes[0])]
-    assert found == [("silent", 'kinds.append("called")')]
 
 
 def test_positions_that_restart_are_no_block_of_those_of_one_device() -> None:
