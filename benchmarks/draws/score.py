@@ -9,6 +9,8 @@
 | place | the module or tensor of the leading finding is right, and no cause is claimed |
 | wrong | a cause is claimed, and neither its lines nor its kind, tensors and axes are those of the truth |
 | none | nothing of it |
+
+`near` counts the reports that show a line within three of a wrong one.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from loader import KINDS, Plant, Truth, choose, load_plants
 from run import hash_sources
 from tabulate import tabulate
 
+_NEAR = 3
 VERDICTS = ("right", "line", "place", "wrong", "none")
 
 
@@ -41,6 +44,7 @@ class Row:
     verdict: str
     seconds: float
     claim: str = ""
+    is_near: bool = False
     is_stale: bool = False
 
 
@@ -61,6 +65,12 @@ def judge(truth: Truth, claims: Sequence[Claim]) -> str:
 def names_line(truth: Truth, lines: Lines) -> bool:
     """Return whether some lines include a wrong one."""
     return any(line.covers(file, number) for line in truth.lines for file, number in lines)
+
+
+def is_near(truth: Truth, claims: Sequence[Claim]) -> bool:
+    """Return whether the leading claim shows a line near a wrong one."""
+    lines = [replace(line, first=line.first - _NEAR, last=line.last + _NEAR) for line in truth.lines]
+    return bool(claims) and names_line(replace(truth, lines=tuple(lines)), claims[0].shown)
 
 
 def names_tensors(truth: Truth, names: Sequence[str]) -> bool:
@@ -99,6 +109,7 @@ def score(out: Path, plants: Sequence[Plant], precision: str) -> list[Row]:
                 verdict=judge(plant.truth, claims) if detected else "none",
                 seconds=record["seconds"],
                 claim=_describe(claims[0]) if claims else record["verdict"],
+                is_near=is_near(plant.truth, claims),
                 is_stale=record.get("sources") != hash_sources(plant.stack),
             )
         )
@@ -123,7 +134,8 @@ def make_totals(rows: Sequence[Row], key: Callable[[Row], str], order: Sequence[
 def _make_total(name: str, rows: Sequence[Row]) -> list[str]:
     counts = [sum(row.verdict == verdict for row in rows) for verdict in VERDICTS]
     share = f"{100 * counts[0] / len(rows):.0f} %" if rows else ""
-    return [name, str(len(rows)), str(sum(row.detected for row in rows)), *map(str, counts), share]
+    near = sum(row.is_near for row in rows)
+    return [name, str(len(rows)), str(sum(row.detected for row in rows)), *map(str, counts), str(near), share]
 
 
 def compare(rows: Sequence[Row], old: Sequence[Mapping[str, object]]) -> list[list[str]]:
@@ -170,7 +182,7 @@ def main() -> None:
             for row in rows
         ]
         print(tabulate(table, ["plant", "kind", "", "verdict", "claim"], disable_numparse=True), "\n")
-    head = ["plants", "detected", *VERDICTS, "right"]
+    head = ["plants", "detected", *VERDICTS, "near", "right"]
     for title, chosen in (("open", False), ("held", True)):
         part = [row for row in rows if row.held == chosen]
         if not part:
