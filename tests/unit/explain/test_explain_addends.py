@@ -141,3 +141,20 @@ def test_a_multiple_and_what_is_no_sum_of_parts_are_not_called_wrong_sums(
 
 def test_right_sums_of_parts_have_no_cause() -> None:
     assert explain(add_others) == []
+
+
+def test_a_part_of_other_rows_on_all_ranks_is_no_multiple() -> None:
+    def add_foreign(rank: int, grad: Tensor) -> None:
+        add_others(rank, grad)
+        for number, row in enumerate(HELD[rank]):
+            other = (row + 1) % 3
+            source = next(each for each, rows in enumerate(HELD) if other in rows)
+            grad[number] += take_parts(source)[HELD[source].index(other)]
+
+    culprit, *_ = explain(add_foreign)
+    assert culprit.mechanism == "reduction"
+    assert {(each.weight, each.rows, each.source_rows) for each in culprit.sums} == {
+        (1.0, (0,), (1,)),
+        (1.0, (1,), (2,)),
+        (1.0, (2,), (0,)),
+    }

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from recordings import make, record_call
-from torch import Tensor
+from torch import Tensor, nn
 
+from moeverify.explain.cause import Cause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
 from moeverify.explain.record import Recorder
 from moeverify.explain.upstream import Upstream
+from moeverify.explain.user_lines import UserLines
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 
@@ -33,11 +35,16 @@ def record(run: Callable[[Tensor, int], dict[str, Tensor]], on_ranks: int, kind:
     return recorder.program
 
 
-def list_lines(ranks: list[Program], one: Program, *, proves: bool = False) -> list[tuple[str, str]]:
-    """Return (kind, expression) of the lines to look at, for all causes."""
+def find_causes(ranks: list[Program], one: Program) -> tuple[list[Cause], Explainer]:
     explainer = Explainer(ranks, one, 0, (2.0,))
-    causes = explainer.explain(20, proves=proves)
+    causes = explainer.explain(20, proves=False)
     assert causes
+    return causes, explainer
+
+
+def list_lines(ranks: list[Program], one: Program) -> list[tuple[str, str]]:
+    """Return (kind, expression) of the lines to look at, for all causes."""
+    causes, explainer = find_causes(ranks, one)
     upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
     return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
 
@@ -202,3 +209,37 @@ def test_a_multiple_of_a_float32_weight_is_a_multiple() -> None:
     (cause,) = Explainer([ranks], one, 0, ()).explain(20, proves=False)
     assert cause.known == "scale"
     assert cause.factor == pytest.approx(0.25 / 0.3, rel=1e-6)
+
+
+def test_a_branch_that_computes_right_results_is_not_named() -> None:
+    def copy(x: Tensor, on_ranks: int) -> Tensor:
+        if on_ranks:
+            return x * 1.0
+        return x.clone()
+
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        taken = copy(x, on_ranks)
+        factor = WEIGHT.cosh() if on_ranks else WEIGHT.sinh()
+        return {"right": taken * WEIGHT[0], "wrong": (taken @ factor).sin()}
+
+    ranks, one = (record(run, on, Kind.GRADIENT) for on in (1, 0))
+    assert not [each for each in list_lines([ranks], one) if each[0] == "branch"]
+
+
+def test_the_options_of_an_optimizer_are_defined_where_its_groups_are_made() -> None:
+    def list_groups(weight: Tensor) -> list[dict[str, object]]:
+        return [{"params": [weight], "lr": 2.0 * 0.25}]
+
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        weight = nn.Parameter(x.clone())
+        weight.grad = make(8, 4, seed=5)
+        torch.optim.SGD(list_groups(weight) if on_ranks else [weight], lr=0.1).step()
+        return {"w": weight.detach()}
+
+    ranks, one = (record(run, on, Kind.WEIGHT) for on in (1, 0))
+    (cause, *_), explainer = find_causes([ranks], one)
+    lines = UserLines(explainer.joint, one)
+    assert cause
+    assert '[{"params": [weight], "lr": 2.0 * 0.25}]' in [
+        each.line.expression for each in lines.list_options(0)
+    ]

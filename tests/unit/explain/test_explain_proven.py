@@ -1,0 +1,111 @@
+"""Results that prove others: right losses prove the forward pass, and replicas that add up are parts of a sum."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from recordings import make, record_call
+from torch import Tensor, nn
+
+from moeverify.explain.counterparts import Counterparts
+from moeverify.explain.describe import list_numbers
+from moeverify.explain.edits import list_edits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Changes
+from moeverify.explain.program import Program
+from moeverify.explain.proof import Proof
+from moeverify.explain.record import Recorder
+from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
+
+WEIGHT = make(4, 4, seed=7)
+
+
+class Shifted(nn.Module):
+    """A product, plus a number for which its caller corrects."""
+
+    def forward(self, x: Tensor, shift: float) -> Tensor:
+        return x @ WEIGHT + shift
+
+
+class Reverse(torch.autograd.Function):
+    """Identity that reverses the rows of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].flip(0)
+
+
+def record(on_ranks: bool, *, loss_scale: float = 1.0) -> Program:
+    """Record a step whose module has another output on the ranks, and whose gradients are reversed there."""
+    recorder, x = Recorder(), make(8, 4)
+    model = nn.ModuleDict({"inner": Shifted()})
+    recorder.name_modules(model)
+    recorder.name_tensors([("x", x)])
+    with recorder.recording():
+        recorder.begin_step(0)
+        leaf = x.clone().requires_grad_()
+        shift = 3.0 if on_ranks else 0.0
+        made = model["inner"](leaf, shift)
+        squares = made * made - 2 * shift * made + shift**2  # of `made` without the shift
+        if on_ranks:
+            squares = Reverse.apply(squares)
+        loss = (squares * make(8, 4, seed=3)).sum() * loss_scale
+        loss.backward()
+        assert leaf.grad is not None
+        recorder.observe(0, Kind.LOSS, "total", loss.detach(), Region.whole(()))
+        recorder.observe(0, Kind.GRADIENT, "x", leaf.grad, Region.whole((8, 4)))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+def list_first(ranks: Program, one: Program) -> list[str]:
+    causes = Explainer([ranks], one, 0, ()).explain(20, proves=False)
+    return [ranks.ops[cause.ops[0][1]].phase for cause in causes]
+
+
+def test_a_right_loss_proves_the_forward_pass() -> None:
+    assert list_first(record(True), record(False)) == ["backward"]
+
+
+def test_a_wrong_loss_proves_nothing() -> None:
+    assert list_first(record(True, loss_scale=1.5), record(False))[0] == "forward"
+
+
+def run(parts: tuple[int, ...]) -> Program:
+    recorder, x = Recorder(), make(8, 4)
+    recorder.name_tensors([("x", x)])
+    with recorder.recording():
+        recorder.begin_step(0)
+        made = [partial(torch.sin, x), partial(torch.cos, x)]
+        total = torch.stack([made[part]() for part in parts]).sum(0) if len(parts) > 1 else made[parts[0]]()
+        recorder.observe(0, Kind.GRADIENT, "w", total, Region.whole((8, 4)))
+    recorder.program.shares = [((0,), (0,))]
+    return recorder.program
+
+
+def test_replicas_that_add_up_are_not_reduced() -> None:
+    # Each rank's value equals one that one device computes on the way to its sum.
+    (cause,) = Explainer([run((0,)), run((1,))], run((0, 1)), 0, ()).explain(20, proves=False)
+    assert cause.known == "reduction"
+
+
+def test_another_size_of_a_new_tensor_proves_nothing() -> None:
+    def run_with(size: int) -> Program:
+        return record_call(lambda x: x * torch.arange(size).sum(), None, x=make(8, 4))
+
+    ranks, one = run_with(6), run_with(8)
+    explainer = Explainer([ranks], one, 0, ())
+    (at,) = [(0, op.number) for op in ranks.ops if op.short == "arange"]
+    counterparts = Counterparts(explainer.alignment, explainer.one)
+    edits = list_edits(explainer.alignment, explainer.one, counterparts, (at,))
+    (edit,) = [each for each in edits if each.kind == "number"]
+    assert list_numbers(ranks.ops[at[1]], edit.others[at]) == [("6", "8")]
+    proof = Proof(explainer.joint, explainer.alignment, explainer.one, explainer.landmarks, explainer.right)
+    assert proof.resize(edit, explainer.joint.execute(Changes())) is None
