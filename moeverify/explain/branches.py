@@ -25,6 +25,9 @@ Line = tuple[str, int]
 _Block = tuple[Line, ...]
 """Lines one after another of one function, the first one first."""
 
+_Function = tuple[str, int]
+"""(file, first line of the body)."""
+
 _MOST_BEFORE = 2
 """Maximum number of branches before the first step that are shown."""
 _MOST_FOLLOWED = 400
@@ -48,37 +51,53 @@ class Branches:
         device, that compute operands, and of functions that call it.
         """
         first, target = cause.ops[0], cause.targets[0]
-        blocks = self._list_blocks(first[0], {self._joint.op(first).step, target.mark[0]})
+        blocks = self._list_possible(first, target)
         block_of = {line: block for block in blocks for line in block}
-        starts = [first] if cause.known else [*cause.stretch, first]
-        calls = {line: op for line, op in self._first_ops[first[0]].items() if line in block_of}
-        later, proven = set[_Block](), set[_Block]()
-        if self._joint.op(first).step >= 0:  # else nothing wrote the result: a branch may have left it out
-            later = {block_of[line] for line, op in calls.items() if op > first[1]}
-            proven = {block_of[line] for line in calls if (target.mark[0], line) in self._proven[first[0]]}
         sites, writers = self._sites(first), self._list_writers(target)
-        inner = {self._function_of(line) for line in (*sites[:1], *writers[:1])}
-        outer = {self._function_of(line) for line in (*sites, *writers)}
         found: dict[_Block, Line] = {}
 
         def note(lines: Iterable[Line]) -> None:
             for line in lines:
-                if (block := block_of.get(line)) is not None and block not in proven:
-                    found.setdefault(block, line)
+                if line in block_of:
+                    found.setdefault(block_of[line], line)
+
+        def note_in(functions: Collection[_Function]) -> None:
+            inside = (block for block in blocks if self._function_of(block[0]) in functions)
+            note(block[0] for block in inside if not self._is_later(block, first))
 
         def reads(op: At) -> list[At]:
             own = (at for at in self._joint.reads(op) if at[0] == op[0])
             return [at for at in own if self._may_be_wrong(at, block_of)]
 
         note(sites)
-        note(block[0] for block in blocks if self._function_of(block[0]) in inner and block not in later)
+        note_in({self._function_of(line) for line in (*sites[:1], *writers[:1])})
+        starts = [first] if cause.known else [*cause.stretch, first]
         for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
             note(self._sites(op))
-        note(block[0] for block in blocks if self._function_of(block[0]) in outer and block not in later)
+        note_in({self._function_of(line) for line in (*sites, *writers)})
         if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before
             before = self._list_blocks(first[0], {SETUP})
             found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
         yield from (find_line(*line) for line in found.values())
+
+    def _list_possible(self, first: At, target: Target) -> list[_Block]:
+        """Return the blocks of the step that compute no right result.
+
+        All blocks, if nothing wrote the wrong result in the step: a branch may have left it out.
+        """
+        step = self._joint.op(first).step
+        blocks = self._list_blocks(first[0], {step, target.mark[0]})
+        proven = self._proven[first[0]]
+        return [
+            block
+            for block in blocks
+            if step < 0 or not any((target.mark[0], line) in proven for line in block)
+        ]
+
+    def _is_later(self, block: _Block, first: At) -> bool:
+        """Return whether a line of a block runs an operator after an operation of the step."""
+        calls = self._first_ops[first[0]]
+        return self._joint.op(first).step >= 0 and any(calls.get(line, -1) > first[1] for line in block)
 
     def _list_writers(self, target: Target) -> list[Line]:
         """Return the lines of user code that call the operator which writes a result on one device."""
@@ -107,7 +126,7 @@ class Branches:
         """Return the blocks of lines of some steps that a rank executes, and one device does not."""
         lines = self._joint.programs[rank].lines
         found: list[_Block] = []
-        last: tuple[str, int] | None = None
+        last: _Function | None = None
         for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
             function = self._function_of(line)
             is_new = line not in self._of_one and function in self._shared
@@ -143,11 +162,11 @@ class Branches:
         return set().union(*self._one.lines.values())
 
     @cached_property
-    def _shared(self) -> set[tuple[str, int]]:
+    def _shared(self) -> set[_Function]:
         """The functions of which one device executes a line."""
         return {found for line in self._of_one if (found := self._function_of(line))[1] > 0}
 
-    def _function_of(self, line: Line) -> tuple[str, int]:
+    def _function_of(self, line: Line) -> _Function:
         """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
         file, number = line
         if file not in self._functions:

@@ -12,10 +12,11 @@ from moeverify.explain.program import Site, list_numbers
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines, make_origin
+from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
 
 _WITH_NUMBERS = frozenset({"add", "div", "mul", "sub"})
-_OF_OPTIMIZER = frozenset({"optimizer_state", "update", "weight"})
+_OF_OPTIMIZER = frozenset({Kind.OPTIMIZER_STATE, Kind.UPDATE, Kind.WEIGHT})
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
 

@@ -22,14 +22,16 @@ from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
 from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines, make_origin
+from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
 
 _MOST = 3
 _MOST_BRANCHES = 2
 _MOST_NEAR = 48
+"""Maximum number of operators of a backward pass among which user code is looked for."""
 _MOST_PARTS = 1000
 """Maximum number of operators through which parts of a sum are followed."""
-_STATES = ("buffer", "optimizer_state", "weight")
+_STATES = (Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.WEIGHT)
 _NEAR = 2
 """Maximum distance, in lines, of definitions that are shown as one."""
 _LINEAR = frozenset({"add", "copy", "div", "mul", "neg", "sub"})
@@ -337,9 +339,6 @@ class Upstream:
                 if _has_numbers(self._joint.op(op)):
                     yield from self._lines.define(sites)
             waiting += wrong
-            waiting += [
-                each for each in reads if each not in wrong and not self._joint.value(each).is_floating
-            ]
 
     def _list_decisions(self, indices: Sequence[At]) -> Iterator[Origin]:
         """Yield the operators that compute indices from floating-point numbers, if one device does not run them."""
@@ -353,21 +352,16 @@ class Upstream:
 
     def _list_parts(self, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the operators that made parts of a sum, and those that passed them on, the last one first."""
-        starts: list[At] = []
-        passed: list[At] = []
         phases = {self._joint.op(user).phase for at in taken for user in self._joint.users.get(at, ())}
 
-        def reads(op: At) -> list[At]:
+        def parts(op: At) -> list[At]:
             floating = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
             same = [at for at in floating if self._joint.op(self._joint.maker(at)).phase in phases]
-            parts = list(filter(self._is_part, same))
-            passed.append(op)
-            starts.extend([] if parts else [op])
-            return parts
+            return list(filter(self._is_part, same))
 
         makers = map(self._joint.maker, filter(self._is_part, taken))
-        for _ in walk_back(self._joint, makers, reads, _MOST_PARTS):
-            pass
+        passed = list(walk_back(self._joint, makers, parts, _MOST_PARTS))
+        starts = [op for op in passed if not parts(op)]
         for op in [*sorted(starts, key=self._joint.place), *passed]:
             if sites := self._lines.stack(op):
                 yield make_origin("part", sites)
@@ -390,7 +384,8 @@ class Upstream:
         if value is None or target.mark[1] not in _STATES:
             return
         maker = self._joint.op(self._joint.maker(value))
-        for user in self._joint.users.get(value, ()) if maker.step < 0 or not list(maker.reads()) else ():
+        is_written = maker.step >= 0 and bool(list(maker.reads()))
+        for user in () if is_written else self._joint.users.get(value, ()):
             if sites := self._lines.sites(user):
                 yield make_origin("reader", sites)
 

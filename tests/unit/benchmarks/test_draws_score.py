@@ -187,10 +187,20 @@ def test_rows_totals_and_changes(tmp_path: Path) -> None:
         "0",
         "0",
         "1",
+        "0",
         "50 %",
     ]
     old = [{"id": "p1", "precision": "float64", "verdict": "wrong", "detected": True}]
     assert [row[:3] for row in score.compare(rows, old)] == [["p1", "wrong", "right"], ["p2", "-", "missed"]]
+
+
+@pytest.mark.parametrize(("distance", "is_near"), [(3, True), (4, False)])
+def test_a_report_that_shows_a_line_within_three_is_near(distance: int, is_near: bool) -> None:
+    line = TRUTH.lines[0]
+    for number in (line.first - distance, line.last + distance):
+        claim = claims.Claim(shown=((line.file, number),))
+        assert score.is_near(TRUTH, [claim]) is is_near
+    assert not score.is_near(TRUTH, [])
 
 
 TEXT = """\
