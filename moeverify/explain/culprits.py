@@ -169,13 +169,14 @@ class Culprits:
             maker = self._find_scaling(cause, at)
             found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}
             found["here"] = self._operation(maker)
-        elif cause.known == "reduction":
-            found["axes"] = self.name_over(tuple(target.values.values()))
         elif found["taken"] is not None:
+            found["axes"] = found["taken"].over
             if cause.known == "moved":
                 found["copy_of"] = self._find_original(target, at)
             if cause.known == "moved" and not found["taken"].others:
                 found["moves_there"] = self._origins.list_later(at, target.mark)
+        if cause.known == "reduction" and not (cause.sums or found.get("axes")):
+            found["axes"] = self.name_over(tuple(target.values.values()))  # replicas that add up
         return found
 
     def _find_original(self, target: Target, at: At) -> str:
@@ -214,10 +215,8 @@ class Culprits:
         has_factor = any(each is not None and math.isclose(each.scale, cause.factor) for each in known)
         sites = self._joint.programs[maker[0]].sites_of(self._joint.op(maker))
         own = self._alignment.find(at)
-        scales = (
-            cause.factor,
-            *((own.scale,) if own is not None else ()),
-        )  # of the right value, or another one
+        # The factor of the right value, or of another value of which the result is an exact multiple.
+        scales = [cause.factor] if own is None else [cause.factor, own.scale]
         is_known = any(math.isclose(factor, each, rel_tol=1e-9) for each in scales)
         is_known = is_known and not all(map(is_own, sites[:1]))
         is_number = math.prod(self._joint.value(at).shape) == 1  # any number is a multiple of any other

@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from recordings import make, record_call
 from torch import Tensor, nn
 
+from moeverify.explain import align
 from moeverify.explain.counterparts import Counterparts
+from moeverify.explain.culprits import Culprits
 from moeverify.explain.describe import list_numbers
 from moeverify.explain.edits import list_edits
 from moeverify.explain.explain import Explainer
@@ -109,3 +112,25 @@ def test_another_size_of_a_new_tensor_proves_nothing() -> None:
     assert list_numbers(ranks.ops[at[1]], edit.others[at]) == [("6", "8")]
     proof = Proof(explainer.joint, explainer.alignment, explainer.one, explainer.landmarks, explainer.right)
     assert proof.resize(edit, explainer.joint.execute(Changes())) is None
+
+
+def test_the_axis_of_a_missing_reduction_is_that_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks (0, 1) and (2, 3) hold the same parts: all four are wrong, and two add up. The layout has these groups.
+    monkeypatch.setattr(align, "_list_groups", lambda joint: [(0, 1), (2, 3)])
+
+    def scaled(factor: Tensor) -> Program:
+        recorder, x = Recorder(), make(8, 4)
+        recorder.name_tensors([("x", x)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            recorder.observe(0, Kind.GRADIENT, "w", x * factor, Region.whole((8, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    part, whole = make(4, seed=3), make(4, seed=5)
+    ranks = [scaled(part), scaled(whole - part)] * 2
+    explainer = Explainer(ranks, scaled(whole), 0, ())
+    culprits = Culprits(explainer, {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]})
+    (cause,) = explainer.explain(20, proves=False)
+    culprit = culprits.make(cause)
+    assert (culprit.mechanism, culprit.axes) == ("reduction", ("tp",))
