@@ -6,7 +6,6 @@ A function that both sides execute takes another branch on the ranks: a differen
 from __future__ import annotations
 
 import ast
-import linecache
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -16,8 +15,9 @@ from moeverify.explain.cause import Cause
 from moeverify.explain.chains import is_passing, walk_back
 from moeverify.explain.joint import At
 from moeverify.explain.program import SETUP, Program, Site
-from moeverify.explain.sites import find_line, is_of_user
+from moeverify.explain.sites import find_line, is_of_user, parse_file
 from moeverify.explain.suspects import Target
+from moeverify.explain.user_lines import UserLines
 
 Line = tuple[str, int]
 """(file, line)."""
@@ -38,9 +38,14 @@ class Branches:
     """Search for the branches that ranks alone take, in functions that one device executes, too."""
 
     def __init__(
-        self, agreement: Agreement, alignment: Alignment, one: Program, right: Sequence[Target]
+        self,
+        agreement: Agreement,
+        alignment: Alignment,
+        one: Program,
+        lines: UserLines,
+        right: Sequence[Target],
     ) -> None:
-        self._agreement, self._alignment, self._right = agreement, alignment, right
+        self._agreement, self._alignment, self._lines, self._right = agreement, alignment, lines, right
         self._joint, self._one = alignment.joint, one
         self._functions: dict[str, list[tuple[int, int]]] = {}
 
@@ -66,8 +71,7 @@ class Branches:
             note(block[0] for block in inside if not self._is_later(block, first))
 
         def reads(op: At) -> list[At]:
-            own = (at for at in self._joint.reads(op) if at[0] == op[0])
-            return [at for at in own if self._may_be_wrong(at, block_of)]
+            return [at for at in self._joint.own_reads(op) if self._may_be_wrong(at, block_of)]
 
         note(sites)
         note_in({self._function_of(line) for line in (*sites[:1], *writers[:1])})
@@ -129,7 +133,7 @@ class Branches:
         last: _Function | None = None
         for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
             function = self._function_of(line)
-            is_new = line not in self._of_one and function in self._shared
+            is_new = line not in self._lines.of_one and function in self._shared
             if is_new and last == function:
                 found[-1] += (line,)
             elif is_new:
@@ -158,13 +162,9 @@ class Branches:
         return found
 
     @cached_property
-    def _of_one(self) -> set[Line]:
-        return set().union(*self._one.lines.values())
-
-    @cached_property
     def _shared(self) -> set[_Function]:
         """The functions of which one device executes a line."""
-        return {found for line in self._of_one if (found := self._function_of(line))[1] > 0}
+        return {found for line in self._lines.of_one if (found := self._function_of(line))[1] > 0}
 
     def _function_of(self, line: Line) -> _Function:
         """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
@@ -177,13 +177,6 @@ class Branches:
 
 def _list_functions(file: str) -> list[tuple[int, int]]:
     """Return the first and last line of the body of each function of a file."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return []
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    return [
-        (node.body[0].lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(tree)
-        if isinstance(node, kinds)
-    ]
+    functions = (node for node in ast.walk(parse_file(file)) if isinstance(node, kinds))
+    return [(node.body[0].lineno, node.end_lineno or node.lineno) for node in functions]

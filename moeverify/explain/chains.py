@@ -60,7 +60,7 @@ def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
         return [at for at in ats if is_passing(joint, joint.maker(at))]
 
     def reads(op: At) -> list[At]:
-        return passing(at for at in joint.reads(op) if at[0] == op[0])
+        return passing(joint.own_reads(op))
 
     return list(walk_back(joint, map(joint.maker, passing(values)), reads, _LONGEST))
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ast
 import itertools
-import linecache
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from moeverify.explain.program import HIDDEN, Program, Site
-from moeverify.explain.sites import is_of_user
+from moeverify.explain.sites import is_of_user, parse_file
 
 _MOST_VISITED = 400
 _MOST_FOLLOWED = 40
@@ -56,11 +55,7 @@ class _File:
     """Syntax tree of a source file, with the parent of each node."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            self.tree = ast.parse("".join(linecache.getlines(path)))
-        except (SyntaxError, ValueError):
-            self.tree = ast.Module([], [])
+        self.path, self.tree = path, parse_file(path)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def function_of(self, node: ast.AST) -> _Function | None:

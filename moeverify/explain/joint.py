@@ -89,6 +89,10 @@ class Joint:
         members = self._peers.get(op, (op,))
         return [(rank, number) for rank, each in members for number in self._reads[rank][each]]
 
+    def own_reads(self, op: At) -> list[At]:
+        """Return the values that an operator reads on its own rank."""
+        return [at for at in self.reads(op) if at[0] == op[0]]
+
     def needs(self, op: At) -> list[At]:
         """Return the values that an operator reads, and its hidden source (see `hidden`) if it has one."""
         hidden = self.hidden(op)

@@ -30,6 +30,7 @@ class Origins:
 
     def __init__(self, alignment: Alignment, one: OneDevice) -> None:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
+        self._scales: dict[At, tuple[float, At]] = {}
 
     def is_made_of(self, theirs: int, taken: At) -> bool:
         """Return whether a value has, or is computed from, elements that a rank's operand is multiples of."""
@@ -80,6 +81,11 @@ class Origins:
         This is the first operator on the path for which dividing its result by its factor repairs the
         value. A program may correct an earlier factor by a later division.
         """
+        if taken not in self._scales:
+            self._scales[taken] = self._trace_scale(taken)
+        return self._scales[taken]
+
+    def _trace_scale(self, taken: At) -> tuple[float, At]:
         known = self._alignment.find(taken)
         if known is None or known.over or known.scale == 1.0:
             return 1.0, self._joint.maker(taken)

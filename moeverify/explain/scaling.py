@@ -69,8 +69,7 @@ class Scaling:
         """
 
         def reads(op: At) -> list[At]:
-            scalars = [at for at in self._joint.reads(op) if not self._joint.value(at).shape]
-            return [at for at in scalars if at[0] == op[0]]
+            return [at for at in self._joint.own_reads(op) if not self._joint.value(at).shape]
 
         ends = [(op[0], self._joint.op(op).origin) for op in before[:1]]
         for op in walk_back(self._joint, [end for end in ends if end[1] >= 0], reads, _MOST_SCALARS):

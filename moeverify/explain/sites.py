@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import linecache
@@ -68,6 +69,19 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
             found.append(site)
         frame = frame.f_back
     return tuple(found)
+
+
+def parse_file(path: str) -> ast.Module:
+    """Return the syntax tree of a source file; an empty one if it has none."""
+    return _parse("".join(linecache.getlines(path)))
+
+
+@functools.lru_cache(maxsize=64)
+def _parse(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 def find_line(file: str, line: int) -> Site:

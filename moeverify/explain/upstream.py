@@ -48,7 +48,7 @@ class Upstream:
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
-        self._branches = Branches(self._agreement, alignment, one.program, right)
+        self._branches = Branches(self._agreement, alignment, one.program, self._lines, right)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
@@ -84,7 +84,7 @@ class Upstream:
             self._list_moved(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._list_values(cause, taken),
             scaling,
-            self._list_parts(taken or self._list_operands(cause.ops[0])) if not cause.known else (),
+            self._list_parts(taken or self._joint.own_reads(cause.ops[0])) if not cause.known else (),
             self._list_readers(cause),
             self._spectrum.list_unwritten(cause),
             # A collective that a wrong sum has passed says more than those that it has not passed.
@@ -164,7 +164,7 @@ class Upstream:
         joint = self._joint
 
         def reads(op: At) -> list[At]:
-            return [at for at in self._list_operands(op) if joint.op(joint.maker(at)).phase == "backward"]
+            return [at for at in self._joint.own_reads(op) if joint.op(joint.maker(at)).phase == "backward"]
 
         if joint.op(first).phase != "backward":
             return
@@ -183,8 +183,7 @@ class Upstream:
         ]
 
         def reads(op: At) -> list[At]:
-            floating = [at for at in joint.reads(op) if joint.value(at).is_floating and at[0] == op[0]]
-            return list_of_step(joint, floating)
+            return list_of_step(joint, (at for at in joint.own_reads(op) if joint.value(at).is_floating))
 
         starts = map(joint.maker, list_of_step(joint, elsewhere))
         for op in walk_back(joint, starts, reads, _MOST_FOLLOWED):
@@ -315,7 +314,7 @@ class Upstream:
         """Yield the first operators whose integers, masks and numbers are not those of one device."""
         first = cause.ops[0]
         seen: set[At] = set()
-        waiting = list(taken or self._list_operands(first))
+        waiting = list(taken or self._joint.own_reads(first))
         while waiting and len(seen) < _MOST_FOLLOWED:
             at = waiting.pop(0)
             op = self._joint.maker(at)
@@ -324,7 +323,7 @@ class Upstream:
             seen.add(op)
             if self._joint.op(op).step < 0:
                 continue
-            reads = self._list_operands(op)
+            reads = self._joint.own_reads(op)
             if self._agreement.agrees(at):
                 # Elements of a right value are right, also those that a wrong index takes.
                 is_taken = is_passing(self._joint, op) and self._joint.value(at).is_floating
@@ -345,7 +344,7 @@ class Upstream:
         for at in indices:
             op = self._joint.maker(skip_moves(self._joint, at))
             made = (op[0], self._joint.op(op).results[0])
-            decides = any(self._joint.value(each).is_floating for each in self._list_operands(op))
+            decides = any(self._joint.value(each).is_floating for each in self._joint.own_reads(op))
             sites = self._lines.sites(op)
             if decides and sites and not self._agreement.is_on_one_device(made):
                 yield make_origin("extra", sites)
@@ -365,10 +364,6 @@ class Upstream:
         for op in [*sorted(starts, key=self._joint.place), *passed]:
             if sites := self._lines.stack(op):
                 yield make_origin("part", sites)
-
-    def _list_operands(self, op: At) -> list[At]:
-        """Return the operands of an operator on its own rank."""
-        return [at for at in self._joint.reads(op) if at[0] == op[0]]
 
     def _is_part(self, at: At) -> bool:
         """Return whether a value is a part of a sum that no reduction made."""

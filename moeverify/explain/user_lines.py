@@ -112,13 +112,14 @@ class UserLines:
                 yield make_origin("group", sites)
 
     @cached_property
-    def _of_one(self) -> set[tuple[str, int]]:
+    def of_one(self) -> set[tuple[str, int]]:
+        """The lines of user code that one device executes."""
         return set().union(*self._one.lines.values())
 
     @cached_property
     def _of_ranks(self) -> set[tuple[str, int]]:
         lines = (each for program in self._joint.programs for each in program.lines.values())
-        return set().union(*lines) - self._of_one
+        return set().union(*lines) - self.of_one
 
     @cached_property
     def _definitions(self) -> Definitions:
