@@ -44,7 +44,21 @@ class Agreement:
         if not right:
             return self._alignment.is_right(at)
         blocks = {is_block(data, each, self._begins[at[0]]) for each in right}
-        return True in blocks or blocks == {None} or self._adds_up(at, data, right)
+        if True in blocks:
+            return any(self._is_covered(at, each) for each in right)
+        return blocks == {None} or self._adds_up(at, data, right)
+
+    def _is_covered(self, at: At, whole: Tensor) -> bool:
+        """Return whether the values of all ranks at this line may have all blocks of a value of one device."""
+        found: set[tuple[int, ...]] = set()
+        for each in self._alignment.siblings(at):
+            data = self._alignment.data(each)
+            blocks = None if data is None else list_blocks(data, whole, self._begins[each[0]])
+            if blocks is None or data is None or data.shape != self._joint.value(at).shape:
+                return True  # not comparable
+            found |= blocks
+        size = whole.numel() // self._joint.data(at).numel()
+        return size > _MOST_BLOCKS or len(found) == size
 
     def is_displaced(self, at: At) -> bool:
         """Return whether a value has right elements, but not those of a block that the same line computes."""
@@ -87,10 +101,12 @@ class Agreement:
         if any(is_right(data, each * scale) for each in same for scale in scales if each.is_floating_point()):
             return True
         parts = [self._alignment.data(each) for each in self._alignment.siblings(at)]
-        if not data.is_floating_point() or any(each is None or each.shape != data.shape for each in parts):
+        if not (same and data.is_floating_point()):
+            return False
+        if any(each is None or each.shape != data.shape for each in parts):
             return False
         total = torch.stack([each for each in parts if each is not None]).sum(0)
-        whole = torch.stack(same or [total * 0]).sum(0)
+        whole = torch.stack(same).sum(0)
         return any(is_right(total, whole * scale) for scale in scales)
 
 
@@ -99,15 +115,29 @@ def is_block(mine: Tensor, theirs: Tensor, begins: Mapping[tuple[int, int], int]
 
     `begins` has the index of the block along dims of some sizes, by (size of the block, size of the whole).
     """
+    blocks = list_blocks(mine, theirs, begins)
+    return None if blocks is None else bool(blocks)
+
+
+def list_blocks(
+    mine: Tensor, theirs: Tensor, begins: Mapping[tuple[int, int], int]
+) -> set[tuple[int, ...]] | None:
+    """Return the places of the equal blocks of a tensor that another one equals; None if it cannot be one."""
+    if mine.shape != theirs.shape and mine.numel() == theirs.numel():
+        return {()} if _is_equal(mine.reshape(-1), theirs.reshape(-1)) else None  # another view
     if mine.ndim != theirs.ndim or any(b % a for a, b in zip(mine.shape, theirs.shape, strict=True)):
         return None
     sizes = list(zip(mine.shape, theirs.shape, strict=True))
     starts = ((begins[each],) if each in begins else range(0, each[1], each[0]) for each in sizes)
-    places = itertools.product(*starts)
-    for place in itertools.islice(places, _MOST_BLOCKS):
+    found = set()
+    for place in itertools.islice(itertools.product(*starts), _MOST_BLOCKS):
         block = theirs
         for dim, start in enumerate(place):
             block = block.narrow(dim, start, mine.shape[dim])
-        if is_right(mine, block) if mine.is_floating_point() else torch.equal(mine, block):
-            return True
-    return False
+        if _is_equal(mine, block):
+            found.add(place)
+    return found
+
+
+def _is_equal(mine: Tensor, theirs: Tensor) -> bool:
+    return is_right(mine, theirs) if mine.is_floating_point() else torch.equal(mine, theirs)

@@ -23,8 +23,10 @@ from torch import Tensor
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import (
     Elements,
+    are_among,
     by_bytes,
     fingerprint,
+    has_same_numbers,
     is_blank,
     is_move,
     move,
@@ -35,6 +37,8 @@ from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.operators import NotExecutable
 from moeverify.explain.program import BATCH, Op, Program
+
+_MOST_AFTER_SUM = 8
 
 Key = tuple[object, ...]
 """Identifies a place in the program. An operator's calls there share it on all ranks and micro-batches."""
@@ -71,6 +75,10 @@ class Alignment:
         self._changed_places: set[int] = set()
         self._telling: dict[At, tuple[Tensor | None, bool]] = {}
         self._same: dict[Key, bool] = {}
+        self._foreign: dict[At, bool] = {}
+        self._parts: dict[At, bool] = {}
+        self._numbers: dict[AbstractSet[At], Tensor] = {}
+        self._origins: dict[At, frozenset[At]] = {}
         self.elements = Elements(one)
         self._exact = by_bytes((value.number, value.data) for value in one.values)
         self._keys = [list_keys(program) for program in joint.programs]
@@ -93,14 +101,16 @@ class Alignment:
         if not others and self._execution is None:
             return self  # nothing has changed
         changed = copy(self)
-        changed._execution, changed._before, changed._known, changed._same = execution, self, {}, {}
+        changed._execution, changed._before, changed._known = execution, self, {}
+        changed._same, changed._foreign, changed._numbers, changed._parts = {}, {}, {}, {}
         changed._changed_places = {self._places[at] for at in others}
         return changed
 
     def without_scale(self, scale: float | None) -> Alignment:
         """Return an alignment in which multiples by `scale` of single-device values count as wrong."""
         changed = copy(self)
-        changed._wrong_scale, changed._same = scale, {}
+        changed._wrong_scale = scale
+        changed._same, changed._foreign, changed._numbers, changed._parts = {}, {}, {}, {}
         if scale is not None:
             # A value may be a multiple of several others, so try this scale first.
             changed._scales = (1.0, scale, *self._scales[1:])
@@ -145,7 +155,7 @@ class Alignment:
             and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7)
         ):
             return False
-        if known is not None and not self._has_same_elements(at, known):
+        if known is not None and (not self._has_same_elements(at, known) or self._is_foreign(at)):
             return False
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
@@ -164,7 +174,7 @@ class Alignment:
             or theirs is None
             or known.ids is None
             or op.meeting is not None
-            or self._is_moved(at, op)
+            or (self._is_moved(at, op) and not self._has_index(at, op))
         ):
             return True
         found = self._same.get(key)
@@ -172,19 +182,72 @@ class Alignment:
             found = self._same[key] = self._compare_elements(key, theirs)
         return found
 
+    def _is_foreign(self, at: At) -> bool:
+        """Return whether a moved value has numbers that the lines that computed them do not have on one device.
+
+        A wrong line may return the result of another one, such as an update without its decay.
+        """
+        if at not in self._foreign:
+            self._foreign[at] = False  # an operator may return its operand
+            origins = self._list_origins(at)
+            data = self.data(at)
+            if data is not None and at not in origins and any(map(self._is_other, origins)):
+                numbers = data.reshape(-1).to(torch.float64)
+                right = self._list_numbers(origins)
+                has_others = not bool(are_among(numbers[numbers != 0], right).all())
+                self._foreign[at] = has_others or any(map(self._is_other, self._list_kept(at)))
+        return self._foreign[at]
+
+    def _list_kept(self, at: At) -> frozenset[At]:
+        """Return the computed values all of whose elements a value has, such as those that `cat` joins."""
+        op = self.joint.op(self.joint.maker(at))
+        size = math.prod(self.joint.value(at).shape)
+        if op.meeting is not None or not self._is_moved(at, op) or self._has_index(at, op):
+            return frozenset([at])
+        sources = [(at[0], number) for number in op.reads()]
+        whole = [each for each in sources if math.prod(self.joint.value(each).shape) <= size]
+        return frozenset().union(*map(self._list_kept, whole))
+
+    def _list_origins(self, at: At) -> frozenset[At]:
+        """Return the computed values whose elements a value has: itself, or those that moves passed on."""
+        if at not in self._origins:
+            self._origins[at] = frozenset()  # an operator may return its operand
+            op = self.joint.maker(at)
+            is_moved = self.joint.op(op).meeting is not None or self._is_moved(at, self.joint.op(op))
+            found = map(self._list_origins, self.joint.reads(op)) if is_moved else [frozenset([at])]
+            self._origins[at] = frozenset().union(*found)
+        return self._origins[at]
+
+    def _is_other(self, at: At) -> bool:
+        """Return whether the line that computed a value computes something else on one device."""
+        op = self.joint.op(self.joint.maker(at))
+        known = self._known.get(at)
+        is_whole = known is None or not (known.over or known.scale != 1.0)
+        return op.phase == "forward" and self.key(at) in self._one_by_key and is_whole and self.is_wrong(at)
+
+    def _list_numbers(self, origins: AbstractSet[At]) -> Tensor:
+        """Return the sorted numbers that lines may compute: those of one device, or else those of the ranks."""
+        if origins not in self._numbers:
+            data = []
+            for at in origins:
+                is_other = self._is_other(at)
+                theirs = self._one_by_key[self.key(at)] if is_other else ()
+                data += [self.one.values[number].data for number in theirs] if is_other else [self.data(at)]
+            flat = [each.reshape(-1).to(torch.float64) for each in data if each is not None]
+            self._numbers[origins] = torch.cat(flat).unique()
+        return self._numbers[origins]
+
     def _compare_elements(self, key: Key, theirs: AbstractSet[int]) -> bool:
-        right = [self.elements.ids[number] for number in theirs]
-        # All-zero values carry no identities, so skip them.
-        known = [self.find(at) for at in self._by_key[key] if self._has_numbers(at)]
+        right = [self.one.values[number].data for number in theirs]
+        mine = [at for at in self._by_key[key] if self._has_numbers(at)]
+        known = [self.find(at) for at in mine]
         if not known or any(each is None for each in right):
             return True
-        mine = []
-        for each in known:
-            if each is None or each.ids is None or each.over or each.scale != 1.0:
-                return True
-            mine.append(each.ids.reshape(-1))
-        expected = torch.cat([each.reshape(-1) for each in right if each is not None])
-        return torch.equal(_without_padding(torch.cat(mine)), _without_padding(expected))
+        if any(each is None or each.ids is None or each.over or each.scale != 1.0 for each in known):
+            return True
+        sides = [[each for each in side if each is not None] for side in (map(self.data, mine), right)]
+        is_taken = self._has_index(mine[0], self.joint.op(self.joint.maker(mine[0])))
+        return has_same_numbers(*sides, counts=is_taken)
 
     def _has_numbers(self, at: At) -> bool:
         data = self.data(at)
@@ -199,8 +262,32 @@ class Alignment:
         return known[1]
 
     def is_wrong(self, at: At) -> bool:
-        """Return whether a value is distinguishable (see `tells`) and not known to be right."""
-        return self.tells(at) and not self.is_right(at)
+        """Return whether a value is distinguishable (see `tells`), not known to be right, and no part of a wrong sum."""
+        return self.tells(at) and not self.is_right(at) and not self.is_part_of_wrong(at)
+
+    def is_part_of_wrong(self, at: At, depth: int = _MOST_AFTER_SUM) -> bool:
+        """Return whether a value may be a right part of a sum that is wrong because of another part.
+
+        Its operands are right, and the same line has computed another part from wrong operands. These must not
+        come from the parts that the line has computed from right ones, as in a loop. `depth` is the maximum number
+        of operators between the sum and the value.
+        """
+        if at not in self._parts and depth:
+            self._parts[at] = False
+            if self.find(at) is None and self.is_on_one_device(at) and not self._list_wrong(at, depth - 1):
+                wrong = {each: self._list_wrong(each, depth - 1) for each in self.siblings(at)}
+                first = {self.joint.maker(each) for each, operands in wrong.items() if not operands}
+                before = (self.joint.list_before(operands) for operands in wrong.values() if operands)
+                self._parts[at] = any(first.isdisjoint(each) for each in before)
+        return self._parts.get(at, False)
+
+    def _list_wrong(self, at: At, depth: int) -> list[At]:
+        """Return the wrong operands of the operator that computes a value."""
+        return [
+            each
+            for each in self.joint.needs(self.joint.maker(at))
+            if self.tells(each) and not (self.is_right(each) or self.is_part_of_wrong(each, depth))
+        ]
 
     def key(self, at: At) -> Key:
         """Return the key of the place in the program that computes a value."""
@@ -268,6 +355,10 @@ class Alignment:
         kind = op.name.partition(".")[2] if op.meeting is not None else ""
         is_moved = self.joint.value(at).alias >= 0 or is_move(op) or kind in MOVING
         return is_moved and not self._is_rounded(at, op)
+
+    def _has_index(self, at: At, op: Op) -> bool:
+        """Return whether an operator moves elements to or from places that a tensor gives, as `embedding` does."""
+        return any(not self.joint.value((at[0], number)).is_floating for number in op.reads())
 
     def _is_rounded(self, at: At, op: Op) -> bool:
         """Return whether an operator casts to a narrower dtype, and the single device does not do so there."""
@@ -448,9 +539,3 @@ def _list_groups(joint: Joint) -> list[tuple[int, ...]]:
     if len(joint.programs) > 1:
         groups[tuple(range(len(joint.programs)))] = None
     return list(groups)
-
-
-def _without_padding(ids: Tensor) -> Tensor:
-    """Return the sorted distinct identities of a tensor, without padding."""
-    found: Tensor = torch.unique(ids)
-    return found[found > 0]

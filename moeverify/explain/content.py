@@ -392,6 +392,35 @@ def is_near(one: Tensor, two: Tensor, size: float) -> bool:
     return bool((((one - two).abs() <= width) | (one == two)).all())
 
 
+def has_same_numbers(ones: Sequence[Tensor], others: Sequence[Tensor], *, counts: bool = False) -> bool:
+    """Return whether tensors hold the same nonzero numbers as others, in any order, up to `TOLERANCE`.
+
+    With `counts`, each number must also occur as often among all numbers: replicas hold it several times.
+    """
+    sides = [
+        torch.cat([each.detach().reshape(-1).to(torch.float64) for each in side]) for side in (ones, others)
+    ]
+    (one, num_ones), (other, num_others) = (side[side != 0].unique(return_counts=True) for side in sides)
+    if not len(one) or not len(other):
+        return len(one) == len(other)
+    if not bool(are_among(one, other).all() and are_among(other, one).all()):
+        return False
+    is_exact = counts and torch.equal(one, other)  # numbers that are only near each other cannot be counted
+    return not is_exact or torch.equal(num_ones * num_others.sum(), num_others * num_ones.sum())
+
+
+def are_among(numbers: Tensor, values: Tensor) -> Tensor:
+    """Return whether each number is one of the sorted `values`, up to `TOLERANCE`. Shape of `numbers`."""
+    if not len(values):
+        return torch.zeros_like(numbers, dtype=torch.bool)
+    after = torch.searchsorted(values, numbers).clamp(max=len(values) - 1)
+    before = (after - 1).clamp(min=0)
+    nearest = torch.minimum((values[after] - numbers).abs(), (values[before] - numbers).abs())
+    finite = values[values.isfinite()]
+    size = float(finite.square().mean().sqrt()) if len(finite) else 0.0
+    return (nearest <= _width_of(numbers, size)) | (values[after] == numbers)
+
+
 def _width_of(data: Tensor, size: float) -> Tensor:
     """Return the maximum distance to equal elements; an infinite element equals only itself."""
     return (TOLERANCE * (data.abs() + size)).nan_to_num(0.0, 0.0)

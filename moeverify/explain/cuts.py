@@ -54,13 +54,20 @@ def list_cuts(places: Tensor, shape: Sequence[int]) -> Iterator[Cut]:
         left = left // shape[dim]
     for dim, index in enumerate(reversed(found)):
         along = index.movedim(dim, 0).reshape(index.shape[dim], -1)
-        common = torch.stack(
-            [row[row >= 0].mode().values if bool((row >= 0).any()) else row[0] for row in along]
-        )
+        common = _most_common(along)
         # Equal elements are indistinguishable, so a few may be found at other places.
         agreed = (along == common[:, None]) | (along < 0)
         if bool((common >= 0).all()) and float(agreed.double().mean()) > _AGREED:
             yield Cut(shape[dim], common, dim)
+
+
+def _most_common(rows: Tensor) -> Tensor:
+    """Return the most common index in each row, -1 for rows of padding. Shapes: (n, m), (n,)."""
+    padding = -1 - torch.arange(rows.shape[1])  # each occurs once
+    common = torch.where(rows < 0, padding, rows).mode(1).values
+    largest = rows.amax(1)
+    smallest = torch.where(rows < 0, largest[:, None], rows).amin(1)
+    return torch.where(common < 0, smallest, common)
 
 
 def take(whole: Tensor, shape: Sequence[int], cuts: Sequence[Cut]) -> Tensor | None:

@@ -391,7 +391,7 @@ def list_skipped_writes(
         is_initial = op.step == SETUP and not op.module and op.short.rstrip("_") in OVERWRITING
         if op.meeting is None and op.sites and len(op.results) == 1 and op.written == (0,) and not is_initial:
             groups.setdefault((op.name, op.module, op.sites), []).append(at)
-    for ops in groups.values():
+    for ops in reversed(groups.values()):  # without an earlier write, a later one may change nothing
         before = {at: next(list_refs(joint.op(at).args)) for at in ops}
         first = {at[0]: (at[0], before[at]) for at in reversed(ops)}.values()
         callers = joint.op(ops[0]).sites[1:]

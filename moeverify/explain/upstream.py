@@ -315,14 +315,15 @@ class Upstream:
         first = cause.ops[0]
         seen: set[At] = set()
         waiting = list(taken or self._joint.own_reads(first))
+        yield from self._list_decisions([at for at in waiting if not self._joint.value(at).is_floating])
         while waiting and len(seen) < _MOST_FOLLOWED:
             at = waiting.pop(0)
             op = self._joint.maker(at)
             if op in seen:
                 continue
             seen.add(op)
-            if self._joint.op(op).step < 0:
-                continue
+            if self._joint.op(op).step < 0 and self._alignment.tells(at):
+                continue  # `_list_made` shows who made a weight
             reads = self._joint.own_reads(op)
             if self._agreement.agrees(at):
                 # Elements of a right value are right, also those that a wrong index takes.
