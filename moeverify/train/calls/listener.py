@@ -29,6 +29,8 @@ P = ParamSpec("P")
 _Self = TypeVar("_Self", bound="Listener")
 _OURS = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
+DECORATORS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
+"""Files whose decorators wrap torch functions: their frames are between a torch function and its caller."""
 
 
 def safely(method: Callable[Concatenate[_Self, P], None]) -> Callable[Concatenate[_Self, P], None]:
@@ -197,8 +199,8 @@ def find_scale(scaler: object) -> float | None:
 
 
 def is_inner_file(file: str) -> bool:
-    """Return whether code of this file is not the script's: torch, this package, or generated code."""
-    return file.startswith((_OURS, _TORCH, "<")) or file.endswith("contextlib.py")
+    """Return whether code of this file is not the script's: torch, its decorators, this package, or generated."""
+    return file.startswith((_OURS, _TORCH, "<")) or file.endswith(DECORATORS)
 
 
 def to_float(value: Any) -> float:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moeverify.results.trace import CollectiveRecord, State
+from moeverify.train.calls.listener import DECORATORS
 from moeverify.verification.collectives.flight_recorder import NUM_SLOTS, FlightFile
 from moeverify.verification.collectives.interception import (
     OPERATORS,
@@ -39,9 +40,6 @@ from moeverify.verification.collectives.ledger import Ledger, Stream
 # Functions of `train.calls` wrap torch functions in watched scripts.
 _CALLS = str(Path(__file__).parents[2] / "train" / "calls")
 _INNER = (str(Path(torch.__file__).parent), __file__, _CALLS, "<")
-# Decorators from these files wrap torch functions, so their frames are between a torch function and its
-# caller.
-_WRAPPERS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 # Methods of torch function and dispatch modes. Their frames are also between a call and its caller.
 _MODES = ("__torch_function__", "__torch_dispatch__")
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
@@ -320,7 +318,7 @@ def find_call(also: tuple[str, ...] = ()) -> FrameType | None:
     while frame is not None:
         code = frame.f_code
         name = code.co_filename
-        if not (name.startswith((*_INNER, *also)) or name.endswith(_WRAPPERS) or code.co_name in _MODES):
+        if not (name.startswith((*_INNER, *also)) or name.endswith(DECORATORS) or code.co_name in _MODES):
             return frame
         frame = frame.f_back
     return None

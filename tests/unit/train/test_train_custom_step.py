@@ -47,6 +47,13 @@ def clips(model, optimizer, micro_batches, clip_norm):
     optimizer.step()
 
 
+def clips_as_before(model, optimizer, micro_batches, clip_norm):
+    optimizer.zero_grad()
+    backward(model, micro_batches)
+    nn.utils.clip_grad_norm(model.parameters(), clip_norm)
+    optimizer.step()
+
+
 def clips_some(model, optimizer, micro_batches, clip_norm):
     optimizer.zero_grad()
     backward(model, micro_batches)
@@ -172,6 +179,14 @@ def test_norm_and_coefficient_are_those_of_the_one_clip_or_what_is_returned() ->
     assert (0, "gradient_norm", "clip_coefficient") in torchs.tensors
     assert key not in several.tensors
     assert float(returned.tensors[0, "loss", "total"]) == 1.5
+
+
+def test_a_deprecated_clip_has_the_line_that_calls_it() -> None:
+    with pytest.warns(FutureWarning, match="deprecated"):  # by a decorator of typing_extensions
+        _, step = run("clips_as_before", clip_norm=0.05)
+    assert step is not None
+    sites = {call.site.partition(":")[0] for call in step.calls[0] if "clip" in call.name}
+    assert sites == {"steps_of_mine.py"}
 
 
 def test_a_schedule_is_stepped_by_the_step_that_takes_it_or_by_the_loop() -> None:
