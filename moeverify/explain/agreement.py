@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -57,7 +58,7 @@ class Agreement:
             if blocks is None or data is None or data.shape != self._joint.value(at).shape:
                 return True  # not comparable
             found |= blocks
-        size = whole.numel() // self._joint.data(at).numel()
+        size = whole.numel() // math.prod(self._joint.value(at).shape)
         return size > _MOST_BLOCKS or len(found) == size
 
     def is_displaced(self, at: At) -> bool:

@@ -400,7 +400,9 @@ def has_same_numbers(ones: Sequence[Tensor], others: Sequence[Tensor], *, counts
     sides = [
         torch.cat([each.detach().reshape(-1).to(torch.float64) for each in side]) for side in (ones, others)
     ]
-    (one, num_ones), (other, num_others) = (side[side != 0].unique(return_counts=True) for side in sides)
+    (one, num_ones), (other, num_others) = (
+        torch.unique(side[side != 0], return_counts=True) for side in sides
+    )
     if not len(one) or not len(other):
         return len(one) == len(other)
     if not bool(are_among(one, other).all() and are_among(other, one).all()):

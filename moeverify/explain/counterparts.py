@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.explain.align import Alignment, Key, list_keys
+from moeverify.explain.align import Alignment
 from moeverify.explain.content import Elements
 from moeverify.explain.joint import At
+from moeverify.explain.known import Key, list_keys
 from moeverify.explain.program import Op, Program, Ref
 
 _MOST = 4

@@ -217,6 +217,7 @@ class Culprits:
         own = self._alignment.find(at)
         # The factor of the right value, or of another value of which the result is an exact multiple.
         scales = [cause.factor] if own is None else [cause.factor, own.scale]
+        scales += [power for each in scales for power in (each * each, math.sqrt(abs(each)))]  # through x * x
         is_known = any(math.isclose(factor, each, rel_tol=1e-9) for each in scales)
         is_known = is_known and not all(map(is_own, sites[:1]))
         is_number = math.prod(self._joint.value(at).shape) == 1  # any number is a multiple of any other

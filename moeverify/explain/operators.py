@@ -46,7 +46,12 @@ def is_random(op: Op) -> bool:
         return packet in (LEAF, UNSEEN)
     if packet.startswith(("empty", "new_empty")):
         return True
-    if space != "aten" or torch.Tag.nondeterministic_seeded not in find(op.name).tags:
+    return is_draw(op)
+
+
+def is_draw(op: Op) -> bool:
+    """Return whether an operator draws random numbers."""
+    if not op.name.startswith("aten.") or torch.Tag.nondeterministic_seeded not in find(op.name).tags:
         return False
     return has_dropout(find(op.name), op.args, op.kwargs)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,25 +55,54 @@ class Origins:
         data = self._alignment.data(taken)
         if data is None or data.shape != right.shape:
             return None
-        lost = ((data == 0) & (right != 0)).reshape(-1)
-        at = taken
+        at, lost = self._trace_moved(taken, ((data == 0) & (right != 0)).reshape(-1))
         for _ in range(_MOST_FOLLOWED):
             maker = self._joint.maker(at)
             if not bool(lost.any()) or self._joint.op(maker).meeting is not None:
                 return None
+            if not self._joint.reads(maker):
+                return maker  # it makes zeros
             shares = {}
             for read in self._joint.reads(maker):
                 value = self._alignment.data(read)
                 if value is not None and value.is_floating_point() and value.numel() == lost.numel():
                     shares[read] = float((value.reshape(-1)[lost] == 0).double().mean())
-            if not shares:
-                return None
-            at = max(shares, key=lambda each: shares[each])
-            if shares[at] < _FEW:
-                return maker
-            if shares[at] < 1 - _FEW:
-                return None  # elements of other places
+            at = max(shares, key=lambda each: shares[each], default=at)
+            if not shares or shares[at] < 1 - _FEW:  # else it takes these zeros
+                return maker if shares and shares[at] < _FEW else None
         return None
+
+    def _trace_moved(self, at: At, places: Tensor) -> tuple[At, Tensor]:
+        """Follow elements of a value through moves. Return the value that most of them come from, and their places.
+
+        `places` is a mask of the flat value, bool, and so is the result.
+        """
+        for _ in range(_MOST_FOLLOWED):
+            starts: dict[At, int] = {}
+            size = 0
+            for source in self._joint.sources(self._joint.maker(at)):  # the memory that it overwrites, too
+                starts[source] = size
+                size += math.prod(self._joint.value(source).shape)
+            ids = self._alignment.move(at, partial(self._number, starts))
+            found = torch.zeros(0) if ids is None else ids.reshape(-1)[places] - 1
+            if not len(found) or bool((found < 0).any()):
+                return at, places
+            sizes = {read: math.prod(self._joint.value(read).shape) for read in starts}
+            inside = {
+                read: (found >= first) & (found < first + sizes[read]) for read, first in starts.items()
+            }
+            at = max(inside, key=lambda read: int(inside[read].sum()))
+            places = torch.zeros(sizes[at], dtype=torch.bool)
+            places[found[inside[at]] - starts[at]] = True
+        return at, places
+
+    def _number(self, starts: Mapping[At, int], at: At) -> Tensor | None:
+        """Return consecutive numbers, the first one after `starts`, for the elements of a value; data of integers."""
+        data = self._alignment.data(at)
+        if data is None or not data.is_floating_point():
+            return data
+        first = starts[at] + 1
+        return torch.arange(first, first + data.numel(), dtype=torch.float64).reshape(data.shape)
 
     def trace_scale(self, taken: At) -> tuple[float, At]:
         """Return the factor of a scaled value, and the first operator that introduces it.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import linecache
 import sys
@@ -15,6 +14,7 @@ from types import CodeType, FrameType
 import torch
 
 from moeverify.explain.program import Site
+from moeverify.train.calls.listener import DECORATORS
 
 MOST_SITES = 6
 """Maximum number of calling lines that are kept for each operator."""
@@ -42,7 +42,6 @@ _COLLECTIVES = tuple(
         "utils/_contextlib.py",
     )
 )
-_WRAPPERS = (contextlib.__file__, functools.__file__, "<")
 _ENGINE = "_engine_run_backward"
 """The torch function that runs autograd: outer frames have called `backward`."""
 
@@ -118,7 +117,8 @@ def _is_inner(code: CodeType) -> bool:
 
 def _is_watcher(code: CodeType) -> bool:
     is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
-    return is_mode or code.co_filename.startswith((*_WATCHERS, *_WRAPPERS))
+    file = code.co_filename
+    return is_mode or file.startswith((*_WATCHERS, "<")) or file.endswith(DECORATORS)
 
 
 def is_own(site: Site) -> bool:

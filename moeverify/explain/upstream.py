@@ -9,13 +9,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from moeverify.explain.agreement import Agreement
-from moeverify.explain.align import Alignment, Known
+from moeverify.explain.align import Alignment
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import Cause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
 from moeverify.explain.joint import At
+from moeverify.explain.known import Known
+from moeverify.explain.operators import is_draw
 from moeverify.explain.program import HIDDEN, Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
@@ -72,6 +74,7 @@ class Upstream:
         kind = cause.repairs[0].kind if cause.repairs else ""
         scaling = self._scaling.find(cause, lineage)
         sources = (
+            self._list_draws(cause.ops[0]),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and _has_numbers(self._joint.op(scaler)) else (),
             self._list_cuts(cause),
@@ -235,6 +238,22 @@ class Upstream:
             if sites and not is_used and program.values[op.results[0]].is_floating:
                 yield make_origin("unused", sites)
 
+    def _list_draws(self, first: At) -> Iterator[Origin]:
+        """Yield the lines of ranks alone that draw random numbers, before an operation of the step that uses some."""
+        joint, rank = self._joint, first[0]
+        step, own = joint.op(first).step, {(site.file, site.line) for site in self._lines.sites(first)[:1]}
+
+        def reads(op: At) -> list[At]:
+            return list_of_step(joint, joint.own_reads(op))
+
+        before = {op[1] for op in walk_back(joint, [first], reads, _MOST_FOLLOWED)}
+        draws = [op for op in joint.programs[rank].ops[: first[1]] if op.step == step and is_draw(op)]
+        # The line may take a number, which no operator passes on.
+        if any(op.number in before or own & {(site.file, site.line) for site in op.sites} for op in draws):
+            for sites in (self._lines.sites((rank, op.number)) for op in draws):
+                if sites and self._lines.is_parallel(sites[0]):
+                    yield make_origin("draw", sites)
+
     def _list_branches(self, cause: Cause) -> Iterator[Origin]:
         """Yield the nearest lines of branches that ranks alone take, in functions that one device executes."""
         lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
@@ -322,7 +341,8 @@ class Upstream:
             if op in seen:
                 continue
             seen.add(op)
-            if self._joint.op(op).step < 0 and self._alignment.tells(at):
+            is_told = self._alignment.tells(at) or not self._agreement.is_on_one_device(at)
+            if self._joint.op(op).step < 0 and is_told:
                 continue  # `_list_made` shows who made a weight
             reads = self._joint.own_reads(op)
             if self._agreement.agrees(at):

@@ -106,6 +106,7 @@ OriginKind = Literal[
     "reader",
     "repeated",
     "unused",
+    "draw",
 ]
 """Relation of a line to the first wrong operation, which comes later:
 
@@ -127,6 +128,7 @@ OriginKind = Literal[
 - `reader`: it reads a state that nothing writes in the step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
+- `draw`: it draws random numbers, and one device does not;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """
 

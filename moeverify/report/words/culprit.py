@@ -108,6 +108,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "reader": "reads the tensor, and nothing writes it in this step",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
+    "draw": "draws random numbers, and one device does not",
     "entered": "calls this function from a line that one device does not run",
 }
 """Relation of a line to the wrong result that may come from it."""

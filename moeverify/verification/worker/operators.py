@@ -9,9 +9,10 @@ from pathlib import Path
 
 from moeverify.cases.axes.describe import describe_layout
 from moeverify.cases.schema import Case
-from moeverify.explain.align import Alignment, Known
+from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
 from moeverify.explain.explain import Explainer
+from moeverify.explain.known import Known
 from moeverify.explain.operator_lists import Listed, list_operators, name_value
 from moeverify.explain.operator_table import LookUp, make_table
 from moeverify.explain.program import Program
