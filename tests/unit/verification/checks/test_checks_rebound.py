@@ -157,6 +157,7 @@ def test_weights_that_a_pass_rounds_are_told_with_their_dtype(
         model=model, custom_step=None, live_shards=lambda: [shard], find_rebound=list, engine=None
     )
     watch = ReboundWatch(program, compares=True)
+    watch.observe(-1, Kind.INITIAL_WEIGHT, "empty", torch.empty(0, 4), Region.whole((0, 4)))  # of few rows
     watch.observe(-1, Kind.INITIAL_WEIGHT, shard.name, shard.local(), shard.region)
     for step in range(2):
         watch.begin_step(step)
