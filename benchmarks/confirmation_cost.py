@@ -4,8 +4,8 @@
     python benchmarks/confirmation_cost.py my_case.yaml --repeats 5
     python benchmarks/confirmation_cost.py --precision float32    # decided at once: the ratio is 1
 
-A case runs with `--no-escalate` and without it, in turn. With `goldens` 0 both have their goldens in a
-cache; with 1 each makes them. A ratio compares two commands that ran one after the other, processes included.
+A case runs with `--no-escalate` and without it, in turn, and makes its goldens each time. A ratio compares two
+commands that ran one after the other, processes included.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def run(case: Path, precision: str, folder: Path, options: Sequence[str]) -> tup
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, "-m", "moeverify", "run", str(case), "--set", f"recipe.precision={precision}"]
-    command += ["--json", str(folder / "result.json"), "--goldens", str(folder), *options]
+    command += ["--json", str(folder / "result.json"), "--goldens", str(folder)]
+    command += ["--cache", str(folder / "cache"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in (0, 4):
@@ -47,20 +48,16 @@ def run(case: Path, precision: str, folder: Path, options: Sequence[str]) -> tup
     return seconds, result["decided_in"] or result["verdict"]
 
 
-def measure(case: Path, precision: str, repeats: int, *, makes_goldens: bool) -> list[object]:
+def measure(case: Path, precision: str, repeats: int) -> list[object]:
     """Return a row: the case, medians of both commands, the median ratio, and the precision that decided."""
     own, whole, decided = [], [], ""
     with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "cache"
-        if not makes_goldens:
-            run(case, precision, Path(folder), ["--cache", str(cache)])
-        for number in range(repeats):
-            caches = [f"{cache}-{number}-{each}" if makes_goldens else str(cache) for each in (0, 1)]
-            own.append(run(case, precision, Path(folder), ["--cache", caches[0], "--no-escalate"])[0])
-            seconds, decided = run(case, precision, Path(folder), ["--cache", caches[1]])
+        for _ in range(repeats):
+            own.append(run(case, precision, Path(folder), ["--no-escalate"])[0])
+            seconds, decided = run(case, precision, Path(folder), [])
             whole.append(seconds)
     ratio = statistics.median(right / left for left, right in zip(own, whole, strict=True))
-    return [case.stem, int(makes_goldens), statistics.median(own), statistics.median(whole), ratio, decided]
+    return [case.stem, statistics.median(own), statistics.median(whole), ratio, decided]
 
 
 def main() -> None:
@@ -71,12 +68,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--precision", default="bfloat16")
     options = parser.parse_args()
-    rows = [
-        measure(case, options.precision, options.repeats, makes_goldens=makes)
-        for case in options.cases
-        for makes in (False, True)
-    ]
-    headers = ["case", "goldens", "own, CPU s", "confirmed, CPU s", "ratio", "decided in"]
+    rows = [measure(case, options.precision, options.repeats) for case in options.cases]
+    headers = ["case", "own, CPU s", "confirmed, CPU s", "ratio", "decided in"]
     print(tabulate(rows, headers, floatfmt=".2f"))
 
 
