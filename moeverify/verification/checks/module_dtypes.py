@@ -49,7 +49,9 @@ class ModuleDtypes:
         self._note = note
         self._entered: dict[nn.Module, list[list[Node]]] = {}
         self._handles: list[RemovableHandle] = []
-        self._operators = OperatorDtypes(note_operator) if note_operator is not None else None
+        # torch compiles functions again under another mode, up to its limit.
+        sees = note_operator is not None and not any(map(_is_compiled, model.modules()))
+        self._operators = OperatorDtypes(note_operator) if note_operator is not None and sees else None
         self._names = {module: logical_name(prefix) for prefix, module in model.named_modules()}
         for prefix, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -100,6 +102,11 @@ class ModuleDtypes:
                     self._note(DtypeUse.RESIDUAL, name, tensor.dtype, name_dtype(wide), cast)
 
         return hook
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # The wrapper of `torch.compile` has the module in this attribute. Importing its class takes a second.
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _is_watched() -> bool:

@@ -64,13 +64,13 @@ class OperatorDtypes(PassMode):
 
     def finish(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Note the dtype of a result; see `PassMode`."""
+        if torch.compiler.is_compiling() or not self._inside:  # first: the compiler traces this function
+            return result
         name = _name(func)
-        if self._inside and name not in _MOVING and not torch.compiler.is_compiling():
-            made = [
-                each for each in tree_leaves(args if result is None else result) if isinstance(each, Tensor)
-            ]
-            if made and made[0].is_floating_point() and self._counts(made[0]):
-                self._note(self._inside[-1], name, made[0].dtype)
+        tensors = tree_leaves(args if result is None else result)
+        made = next((each for each in tensors if isinstance(each, Tensor)), None)
+        if made is not None and made.is_floating_point() and name not in _MOVING and self._counts(made):
+            self._note(self._inside[-1], name, made.dtype)
         return result
 
     def _counts(self, made: Tensor) -> bool:
