@@ -149,7 +149,7 @@ def run_job(context, job):
     found = {}
     for mode in ("free", "forced"):
         if context.rank == 0:
-            for number, program in enumerate(perturbed_programs(recipe, context.device)):
+            for number, (_, program) in enumerate(perturbed_programs(recipe, context.device)):
                 growth = Growth(golden, 1, 0)
                 train(recipe, program, growth, golden=golden, replay_routing=low, forced=mode == "forced")
                 found[f"{mode} perturbed {number}"] = [growth.sums]

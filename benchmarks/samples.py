@@ -353,6 +353,14 @@ def route() -> str:
     return block(run(f"{command} --device cpu").splitlines(), command)
 
 
+def bound() -> str:
+    """Return the sources of one gradient's bound in bfloat16."""
+    case = "moeverify run examples/my_moe/ep.yaml --set recipe.precision=bfloat16 --no-escalate"
+    run(f"{case} --goldens examples/golden --device cpu --out runs/my-moe")
+    command = "moeverify explain runs/my-moe --bound 'gradient: norms.0'"
+    return block([f"$ {case} --out runs/my-moe", f"$ {command}", *run(command).splitlines()])
+
+
 TABLES: dict[str, Callable[[], str]] = {"commands": commands, "floors": floors, "json": json_keys}
 OUTPUTS: dict[str, Callable[[], str]] = {
     "verify": verify,
@@ -367,6 +375,7 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "comm-uneven": comm_uneven,
     "comm-gather": comm_gather,
     "route": route,
+    "bound": bound,
 }
 
 

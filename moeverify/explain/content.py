@@ -488,5 +488,7 @@ def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, lis
 
 def fingerprint(data: Tensor) -> object:
     """Return a hash of a tensor's dtype, shape and bytes."""
-    flat = data.detach().contiguous().reshape(-1)
+    flat = (
+        data.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    )  # one element may have any stride
     return str(data.dtype), tuple(data.shape), hash(bytes(flat.view(torch.uint8).numpy()))

@@ -119,7 +119,7 @@ class CheckName(StrEnum):
     BUFFERS = "buffers", "the routers' selection bias"
     REBOUND = (
         "rebound",
-        "every module has the tensors that the optimizer trains and a checkpoint saves",
+        "every module has the tensors that the optimizer trains and a checkpoint saves; only a step changes them",
     )
     REPLICAS = "replicas", "ranks that hold the same part of a tensor hold the same bits"
     COVERAGE = "coverage", "the ranks together hold every element of every tensor of the golden"

@@ -53,10 +53,14 @@ Keeper = Literal["checkpoint", "optimizer"]
 
 
 class ReboundFacts(Record):
-    """A parameter or buffer that a module has rebound, and the objects that keep the old tensor."""
+    """A parameter or buffer that a module has rebound, and the objects that keep the old tensor.
+
+    Without these, its values changed outside of the optimizer step, and were rounded if `rounded_to` is a dtype.
+    """
 
     about: Literal["rebound"] = "rebound"
-    kept_by: tuple[Keeper, ...]
+    kept_by: tuple[Keeper, ...] = ()
+    rounded_to: str = ""
 
 
 class ReplicaFacts(Record):
@@ -98,7 +102,7 @@ class ShardingFacts(Record):
 
 
 class DtypeUse(StrEnum):
-    """A use of a parameter that has a dtype, or an output, residual stream or part of a module.
+    """A use of a parameter that has a dtype, or an output, operator, residual stream or part of a module.
 
     `NARROW` is a module of one device that computes below float64 in a float64 recipe, and `UNREPRODUCED` one
     that cannot be called again with the same results.
@@ -110,6 +114,7 @@ class DtypeUse(StrEnum):
     GRADIENT = "gradient"
     OPTIMIZER_STATE = "optimizer state"
     OUTPUT = "output"
+    OPERATOR = "operator"
     RESIDUAL = "residual"
     NARROW = "narrow"
     UNREPRODUCED = "unreproduced"
@@ -121,8 +126,8 @@ class DtypeFacts(Record):
     `module` is empty for the whole model. `how` names the collectives that reduced, or the optimizer
     moments. `could_declare` means that `layout.in_float32` can declare the dtype as intended.
 
-    For outputs and residual streams, `module` is the first wrong module, and `parameters` are all wrong
-    modules. `site` is the line that made the first wrong tensor, as `file:line in function`.
+    For outputs, operators and residual streams, `module` is the first wrong one of the modules `parameters`.
+    `how` names the wrong operator. `site` is the line that made the tensor, as `file:line in function`.
     """
 
     about: Literal["dtype"] = "dtype"
@@ -446,8 +451,7 @@ class AxisUse(Record):
     """The use of one mesh axis by a user's `parallelize`.
 
     `num_divided` is the number of parameters that it shards in each group, and `share` their share of all
-    elements. `collectives` counts the collectives of one rank over the axis in the training steps, by
-    operation.
+    elements. `collectives` counts those of one rank over the axis in the training steps, by operation.
     """
 
     axis: str
@@ -482,10 +486,7 @@ class OwnStep(Record):
 
 
 class BySketch(Record):
-    """Tensors of a check whose errors were estimated from sketches.
-
-    `num_open` of them are so near to their bounds that the estimate decides nothing.
-    """
+    """Tensors of a check with errors from sketches; `num_open` are too near to their bounds to decide."""
 
     about: Literal["sketch"] = "sketch"
     num_projections: int

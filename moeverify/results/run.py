@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Self
 
-from moeverify.results.bound import Bound
+from moeverify.results.bound import Bound, NearChoices
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.failure import STATES, RankEnd, RankState
 from moeverify.results.finding import CheckResult, Finding, Verdict
@@ -85,8 +85,8 @@ class CaseResult(Record):
     saved to a folder.
 
     An undecided case has the `reason` in words. `decided_in` is the wider precision whose run decided a pass
-    that the case's own precision leaves undecided. `bounds` says where measured bounds come from, and `stages`
-    are parts of `seconds` on rank 0.
+    that the case's own precision leaves undecided. `bounds` says where bounds come from, and `choices` which
+    choices rounding may flip in them. `stages` are parts of `seconds` on rank 0.
 
     For a pair of `moeverify reshard`, `saved_by` and `loaded_by` are its two cases, and `saver_file` is the
     file of the first.
@@ -118,6 +118,7 @@ class CaseResult(Record):
     decided_in: str = ""
     stages: tuple[TimePart, ...] = ()
     bounds: tuple[Bound, ...] = ()
+    choices: NearChoices | None = None
 
     @property
     def has_failed(self) -> bool:

@@ -119,6 +119,7 @@ class NearTies(PassMode):
         is_changed = is_same & (held != made_near).any(dim=1)
         self._counts.num_rows += len(near)
         self._counts.num_changed += int(is_changed.sum())
+        self._counts.num_free += int((~is_same & (held != made_near).any(dim=1)).sum())
         if not is_changed.any():
             return None
         repeated, allowed = chosen.clone(), torch.zeros(len(rows), dtype=torch.float64, device=rows.device)

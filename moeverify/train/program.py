@@ -40,10 +40,14 @@ def _no_context(last: bool) -> AbstractContextManager[object]:
 
 @dataclass
 class NearTieCounts:
-    """The rows of choices near a tie in this rank's run, and how many of them a golden has changed."""
+    """The rows of choices near a tie in this rank's run.
+
+    A golden has changed `num_changed` of them. It has no row near `num_free` of them, which rounding may flip.
+    """
 
     num_rows: int = 0
     num_changed: int = 0
+    num_free: int = 0
 
 
 class ReadableState(Protocol):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from moeverify.cases.schema import Case, Recipe
-from moeverify.results.bound import Bound
+from moeverify.results.bound import Bound, NearChoices
 from moeverify.results.collective_run import RankOutput, Transfer
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.facts import CollectiveFacts
@@ -251,8 +251,8 @@ class VerifyResult(Record):
     `losses`, `gradient_norms` and `learning_rates` hold (golden, layout) pairs for each step; losses are
     total losses. `load` counts the token copies per expert. If something differs, `errors` are the errors
     of all tensors, and `timeline` has the collectives of the first differing step. `operators` is the file
-    with that step's operators, if requested. `bounds` has the parts of measured bounds, and `stages` the
-    parts of the job's time.
+    with that step's operators, if requested. `bounds` has the parts of bounds, `choices` the choices near a tie
+    that they allow for, and `stages` the parts of the job's time.
     """
 
     kind: Literal["verify"] = "verify"
@@ -267,6 +267,7 @@ class VerifyResult(Record):
     operators: str = ""
     stages: tuple[TimePart, ...] = ()
     bounds: tuple[Bound, ...] = ()
+    choices: NearChoices | None = None
 
 
 class GoldenSummary(Record):

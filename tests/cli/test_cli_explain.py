@@ -39,6 +39,8 @@ BOUNDS: Any = [
         "error": 0.03,
         "factor": 8.0,
         "parts": {"measured": 0.2, "typical": 0.4, "floor": 0.0078125},
+        "run": "moved weights",
+        "plain": 0.01,
     },
     {
         "check": "update",
@@ -74,7 +76,7 @@ def run(tmp_path: Path) -> Path:
     cases = tuple(
         CaseResult.model_validate(
             {"name": name, "file": f"cases/{name}.yaml", "verdict": "mismatch", "ranks": 2, "seconds": 1.0}
-            | {"findings": findings, "bounds": BOUNDS}
+            | {"findings": findings, "bounds": BOUNDS, "choices": {"num_held": 5}}
         )
         for name, findings in (("a", first), ("b", second))
     )
@@ -130,11 +132,14 @@ def test_a_bound_tells_its_sources_with_their_shares_the_widest_first(invoke: An
     assert told.exit_code == 0, told.stderr
     lines = [line.strip() for line in told.stdout.splitlines()]
     first = lines.index("a: gradient: layers.0.norm.weight")
-    assert lines[first + 1] == "bound     0.4 in step 1; its error is 0.03"
-    shares = [line.split()[:2] for line in lines[first + 2 : first + 5] if "%" in line]
+    assert lines[first + 1] == "bound     0.4 in step 1, the largest of these; the error is 0.03"
+    shares = [line.split()[:2] for line in lines[first + 2 : first + 7] if "%" in line]
     assert shares == [["100", "%"], ["50", "%"], ["2", "%"]]
     assert "8 x the median of that error" in lines[first + 2]
+    assert "largest in the run with initial weights off by one unit" in lines[first + 4]
+    assert lines[first + 5].startswith("0.01 in the plain run")
     assert "update" not in told.stdout
+    assert "a: no flip of routing is in measured errors: 5 choices near a tie" in told.stdout
     unknown = invoke("explain", run, "--bound", "embed")
     assert unknown.exit_code == 2
     assert "`gradient: layers.0.norm.weight`" in unknown.stderr

@@ -54,10 +54,12 @@ _DTYPE_CAUSES: Mapping[DtypeUse, str] = {
     DtypeUse.GRADIENT: "the gradients of {module} are kept in {dtype} instead of {wanted}",
     DtypeUse.OPTIMIZER_STATE: "the optimizer state of {module} is kept in {dtype} instead of {wanted}",
     DtypeUse.OUTPUT: "the output of {module} has dtype {dtype}, and on one device {wanted}",
+    DtypeUse.OPERATOR: "{how} in {module} computes in {dtype}, and on one device in {wanted}",
     DtypeUse.RESIDUAL: "{module} casts its residual stream from {wanted} to {dtype}, and one device does not",
 }
 _DTYPE_HOLDERS = dict.fromkeys(DtypeUse, "parameters") | {
     DtypeUse.OUTPUT: "module outputs",
+    DtypeUse.OPERATOR: "modules and functions",
     DtypeUse.RESIDUAL: "residual streams",
 }
 # Checks whose findings have no facts beyond name and kind.
@@ -145,6 +147,10 @@ def _(facts: BitFacts, finding: Finding) -> Words:
 
 @describe_facts.register
 def _(facts: ReboundFacts, finding: Finding) -> Words:
+    if not facts.kept_by:
+        how = f"rounded to {facts.rounded_to}" if facts.rounded_to else "changed"
+        evidence = "the error compares the values before and after; one device keeps them bit for bit"
+        return Words(f"{finding.tensor} was {how} outside of the optimizer step", "", (evidence,))
     keepers = " and ".join(f"the {keeper}" for keeper in facts.kept_by)
     verb = "keeps" if len(facts.kept_by) == 1 else "keep"
     cause = (
@@ -203,7 +209,10 @@ def _(facts: ShardingFacts, finding: Finding) -> Words:
 @describe_facts.register
 def _(facts: DtypeFacts, finding: Finding) -> Words:
     cause = _DTYPE_CAUSES[facts.use].format(
-        module=facts.module or "the model", dtype=facts.dtype, wanted=facts.wanted
+        module=facts.module or "the model",
+        dtype=facts.dtype,
+        wanted=facts.wanted,
+        how=", ".join(facts.how[:1]),
     )
     named = ", ".join(facts.parameters[:_MOST_NAMED])
     left_out = len(facts.parameters) - _MOST_NAMED
@@ -213,7 +222,7 @@ def _(facts: DtypeFacts, finding: Finding) -> Words:
         evidence = [f"{facts.dtype} rounds the whole residual stream, not only the output of {facts.module}"]
     if facts.site:
         evidence.insert(0, f"at {facts.site}")
-    if facts.how:
+    if facts.how and facts.use is not DtypeUse.OPERATOR:
         evidence.append(f"{'by' if facts.use is DtypeUse.REDUCES else 'its'} {', '.join(facts.how)}")
     if facts.could_declare:
         evidence.append(f"if that is meant, declare it by layout.in_float32: [{facts.module}]")

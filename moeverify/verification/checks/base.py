@@ -156,8 +156,8 @@ class CheckOutcome:
 
     `limits` holds, for each logical tensor that the check measures by a relative error, the smallest error
     that it would report. Another check may decide a tensor that this one leaves inconclusive. `parts` says
-    where these limits come from. `vanishing` are names of parameters whose expected gradient is zero but for
-    rounding, in any step.
+    where these limits come from, and `errors` has the errors of whole tensors. `vanishing` are names of
+    parameters whose expected gradient is zero but for rounding, in any step.
     """
 
     result: CheckResult
@@ -165,6 +165,7 @@ class CheckOutcome:
     limits: Mapping[Key, float] = field(default_factory=dict)
     vanishing: frozenset[str] = frozenset()
     parts: Mapping[Key, Parts] = field(default_factory=dict)
+    errors: Mapping[Key, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from moeverify.cases.schema import Precision, Tolerance
 from moeverify.results.bound import BoundPart
@@ -27,9 +27,13 @@ from moeverify.results.checks import Kind
 from moeverify.verification.compare.assembled import Key
 from moeverify.verification.golden.noise import (
     EPSILON,
+    PERTURBED_RUNS,
+    PLAIN,
+    WIDEST,
     narrow_key,
     noise_key,
     sign_flip_key,
+    storage_key,
     update_drift_key,
 )
 
@@ -128,6 +132,17 @@ class Bounds:
             # tensors.
             rounding = 0.0
         return parts | {"floor": FLOOR[self.precision], "cancellation": rounding}
+
+    def list_sources(self, key: Key) -> dict[str, Any]:
+        """Return the sources of a tensor's measured error, as fields of `Bound`."""
+        step, kind, name = key
+        place = noise_key(step, kind, name, forced=self.forced)
+        run = self.noise.get(f"{WIDEST}{place}")
+        return {
+            "run": None if run is None else PERTURBED_RUNS[int(run)],
+            "plain": self.noise.get(f"{PLAIN}{place}"),
+            "stored": self.noise.get(storage_key(step, name)) if kind == Kind.UPDATE else None,
+        }
 
     def _fixed(self, expected_norm: float) -> float:
         """Return the bound of |actual - expected| <= atol + rtol * |expected|, divided by |expected|."""

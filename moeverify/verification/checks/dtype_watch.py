@@ -33,7 +33,7 @@ from moeverify.results.facts import DtypeUse
 from moeverify.results.trace import CollectiveRecord
 from moeverify.train.module_taps import hook_gradient
 from moeverify.verification.checks.base import Watch
-from moeverify.verification.checks.module_dtypes import ModuleDtypes, find_line
+from moeverify.verification.checks.module_dtypes import ModuleDtypes, find_caller, find_line
 from moeverify.verification.checks.narrower import dtype_called, is_narrower, name_dtype
 
 _KEPT: Mapping[str, DtypeUse] = {
@@ -53,7 +53,9 @@ class Sighting:
     """The dtype in which a rank used a parameter. `how` names the collective or the moment, or is empty.
 
     For the output of a module, `parameter` is the FQN of the module and `how` the place in the output. For
-    its residual stream, `dtype` is the dtype of the output and `how` the wider dtype that a cast ended.
+    its residual stream, `dtype` is the dtype of the output and `how` the wider dtype that a cast ended. For an
+    operator, `parameter` is the module or the function of a user's step, `how` its name, and `dtype` its widest
+    result.
     `site` is the line that made the tensor, if known.
     """
 
@@ -83,7 +85,8 @@ class DtypeWatch(Watch[list[Sighting]]):
     """Watches the dtypes of the first step, and reports each use of a parameter by collective or moment.
 
     `compute` is the intended compute dtype. A parameter that already has it is not watched for casts. If
-    `is_wrong` holds for an output or a residual stream, the second step finds its line.
+    `is_wrong` holds for an output or a residual stream, the second step finds its line. `sees_operators` adds
+    the operators of the modules' forward passes, and with `has_own_step` those of a user's step.
     """
 
     def __init__(
@@ -92,12 +95,16 @@ class DtypeWatch(Watch[list[Sighting]]):
         compute: torch.dtype,
         issued: Issued,
         is_wrong: Callable[[Sighting], bool] = lambda sighting: False,
+        *,
+        sees_operators: bool = False,
+        has_own_step: bool = False,
     ) -> None:
         # Dropped once the hooks are set for the last time, so that the watch does not keep the model alive.
         self._model: nn.Module | None = model
         self._compute = compute
         self._issued = issued
         self._is_wrong = is_wrong
+        self._sees_operators, self._has_own_step = sees_operators, has_own_step
         self._modules: ModuleDtypes | None = None
         self._traces = False
         self._number = 0
@@ -113,6 +120,8 @@ class DtypeWatch(Watch[list[Sighting]]):
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
         """Record the dtype of stored values; see `Watch`."""
+        if self._has_own_step and self._modules is not None and kind in (Kind.LOSS, Kind.GRADIENT):
+            self._modules.leave_step()
         use = _KEPT.get(kind)
         if use is not None and step == 0 and local is not None and local.is_floating_point():
             parameter, _, key = name.rpartition(".") if kind == Kind.OPTIMIZER_STATE else (name, "", "")
@@ -127,7 +136,10 @@ class DtypeWatch(Watch[list[Sighting]]):
         if not self._sightings:
             self._model = model
             self._open(model)
-            self._modules = ModuleDtypes(model, self._note_module)
+            note = self._note_operator if self._sees_operators else None
+            self._modules = ModuleDtypes(model, self._note_module, note)
+            if self._has_own_step:
+                self._modules.enter_step()
         elif any(each.use in _OF_MODULES and self._is_wrong(each) for each in self._sightings.values()):
             self._traces = not torch.is_anomaly_enabled()
             torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -151,6 +163,19 @@ class DtypeWatch(Watch[list[Sighting]]):
         known = self._sightings.get((use, name, how))
         if known is None or is_narrower(dtype, dtype_called(known.dtype)):
             self._note(use, name, dtype, how)
+
+    def _note_operator(self, module: str | None, operator: str, dtype: torch.dtype) -> None:
+        """Keep the widest dtype of each operator of a module or a function of a user's step.
+
+        Other numbers of the same module may be computed in a narrow dtype.
+        """
+        place = find_caller()[0] if module is None else module
+        known = self._sightings.get((DtypeUse.OPERATOR, place, operator))
+        is_new = known is None or is_narrower(dtype_called(known.dtype), dtype)
+        if is_new and (place or module is not None):
+            found = Sighting(DtypeUse.OPERATOR, place, name_dtype(dtype), operator)
+            site = find_caller()[1] if self._is_wrong(found) else ""
+            self._sightings[DtypeUse.OPERATOR, place, operator] = replace(found, site=site)
 
     def _add_line(self, use: DtypeUse, name: str, dtype: torch.dtype, how: str, node: Node | None) -> None:
         """Add the line of a tensor to the sighting of the first step."""

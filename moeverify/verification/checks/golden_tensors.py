@@ -66,7 +66,8 @@ class GoldenTensors(Check[Any]):
             for tensor in tensors
             if is_relative
         }
-        return CheckOutcome(result, findings, limits, _find_vanishing(tensors, norms), parts)
+        errors = {tensor.key: error for tensor, error, _ in measured} if is_relative else {}
+        return CheckOutcome(result, findings, limits, _find_vanishing(tensors, norms), parts, errors)
 
     def _list_parts(self, tensor: Assembled, bounds: Bounds, kind_norm: float) -> Parts:
         norm = math.sqrt(tensor.difference.sum_expected2)

@@ -22,7 +22,10 @@ from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.results.facts import DtypeUse
 from moeverify.train.module_taps import list_floats
+from moeverify.verification.checks import operator_dtypes
 from moeverify.verification.checks.narrower import is_narrower, name_dtype
+from moeverify.verification.checks.operator_dtypes import OperatorDtypes
+from moeverify.verification.collectives.trace import find_call
 
 Note = Callable[[DtypeUse, str, torch.dtype, str, Node | None], None]
 """Takes use, module, dtype, slot or wide dtype, and the operation that made the tensor."""
@@ -35,17 +38,36 @@ _MOST_NODES = 64  # of a path; a residual of a block has a handful
 
 
 class ModuleDtypes:
-    """Hooks that pass the dtype of each float output of each module to `note`, and each narrowed stream."""
+    """Hooks that pass the dtype of each float output of each module to `note`, and each narrowed stream.
 
-    def __init__(self, model: nn.Module, note: Note) -> None:
+    `note_operator` gets the dtypes of operators (`operator_dtypes`).
+    """
+
+    def __init__(
+        self, model: nn.Module, note: Note, note_operator: operator_dtypes.Note | None = None
+    ) -> None:
         self._note = note
         self._entered: dict[nn.Module, list[list[Node]]] = {}
         self._handles: list[RemovableHandle] = []
+        # torch compiles functions again under another mode, up to its limit.
+        sees = note_operator is not None and not any(map(_is_compiled, model.modules()))
+        self._operators = OperatorDtypes(note_operator) if note_operator is not None and sees else None
+        self._names = {module: logical_name(prefix) for prefix, module in model.named_modules()}
         for prefix, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             hook = self._make_hook(logical_name(prefix))
             # Without `always_call`: with it torch compiles each module anew, up to its limit.
             self._handles.append(module.register_forward_hook(hook))
+
+    def enter_step(self) -> None:
+        """Note the operators of a user's step as well, until `leave_step`."""
+        if self._operators is not None:
+            self._operators.enter(None)
+
+    def leave_step(self) -> None:
+        """Leave the step, and any module in which it raised."""
+        if self._operators is not None:
+            self._operators.close()
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -53,17 +75,22 @@ class ModuleDtypes:
             handle.remove()
         self._handles = []
         self._entered.clear()
+        self.leave_step()
 
     def _enter(self, module: nn.Module, inputs: Any, named: Any) -> None:
         if _is_watched():
             tensors = [tensor for _, tensor in list_floats(dict(enumerate(inputs)) | named)]
             nodes = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
             self._entered.setdefault(module, []).append(nodes)
+            if self._operators is not None:
+                self._operators.enter(self._names[module])
 
     def _make_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not _is_watched():
                 return
+            if self._operators is not None:
+                self._operators.leave()
             visits = self._entered.get(module)
             entered = visits.pop() if visits else []
             for slot, tensor in list_floats(output):
@@ -75,6 +102,11 @@ class ModuleDtypes:
                     self._note(DtypeUse.RESIDUAL, name, tensor.dtype, name_dtype(wide), cast)
 
         return hook
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # The wrapper of `torch.compile` has the module in this attribute. Importing its class takes a second.
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def _is_watched() -> bool:
@@ -130,6 +162,15 @@ _SKIPPED = (
     *(str(_PACKAGE / name) for name in ("parallel/regions", "train", "verification")),
     "<",
 )
+
+
+def find_caller() -> tuple[str, str]:
+    """Return the function of the user's code that is running, and its line as `file:line in function`."""
+    frame = find_call(_SKIPPED)
+    if frame is None:
+        return "", ""
+    code = frame.f_code
+    return code.co_qualname, f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
 
 def find_line(node: Node | None) -> str:

@@ -35,7 +35,7 @@ from moeverify.verification.checks.base import (
     Watch,
     rate_error,
 )
-from moeverify.verification.checks.bounds import FLOOR
+from moeverify.verification.checks.bounds import FLOOR, Parts
 from moeverify.verification.checks.forced_blocks import place_finding
 from moeverify.verification.checks.module_gradients import (
     Held,
@@ -282,7 +282,11 @@ def applies(recipe: Recipe) -> bool:
 
 
 def _bound_of(recipe: Recipe, replayed: Replayed | SumComparison, factor: float = 1.0) -> float:
-    return max(factor * replayed.rounding, FLOOR[recipe.precision])
+    return max(_list_parts(recipe, replayed, factor).values())
+
+
+def _list_parts(recipe: Recipe, replayed: Replayed | SumComparison, factor: float) -> Parts:
+    return {"module": factor * replayed.rounding, "floor": FLOOR[recipe.precision]}
 
 
 class ModuleAgreement(Check[ModuleReport]):
@@ -320,6 +324,8 @@ class ModuleAgreement(Check[ModuleReport]):
                 rows.setdefault((each.module, each.end), []).append((rank, each))
         findings: list[Finding] = []
         limits: dict[Key, float] = {}
+        parts: dict[Key, Parts] = {}
+        errors: dict[Key, float] = {}
         worst: tuple[float, Worst] | None = None
         for (module, end), found in rows.items():
             bounds = [_bound_of(recipe, each, factor) for _, each in found]
@@ -327,7 +333,9 @@ class ModuleAgreement(Check[ModuleReport]):
             at = max(range(len(found)), key=ratios.__getitem__)
             rank, each = found[at]
             tensor = f"{module} {end}"
-            limits[0, CheckName.MODULES, tensor] = max(bounds)
+            key: Key = (0, CheckName.MODULES, tensor)
+            limits[key], errors[key] = max(bounds), rate_error(each.error)
+            parts[key] = _list_parts(recipe, max(found, key=lambda one: one[1].rounding)[1], factor)
             if worst is None or ratios[at] > worst[0]:
                 worst = ratios[at], Worst(tensor=tensor, error=each.error, bound=bounds[at], step=0)
             if not ratios[at] <= 1.0:
@@ -339,7 +347,8 @@ class ModuleAgreement(Check[ModuleReport]):
             bound = _bound_of(recipe, summed, factor)
             if summed.rounding > MOST_ROUNDING:
                 continue
-            limits[key] = bound
+            limits[key], errors[key] = bound, rate_error(summed.error)
+            parts[key] = _list_parts(recipe, summed, factor)
             ratio = rate_error(summed.error) / bound
             if worst is None or ratio > worst[0]:
                 worst = ratio, Worst(tensor=key[2], error=summed.error, bound=bound, step=key[0])
@@ -352,7 +361,8 @@ class ModuleAgreement(Check[ModuleReport]):
             worst=worst[1] if worst else None,
             facts=_describe(reports, {module for module, _ in rows}),
         )
-        return CheckOutcome(result, tuple(_follow(each, findings) for each in findings), limits)
+        followed = tuple(_follow(each, findings) for each in findings)
+        return CheckOutcome(result, followed, limits, parts=parts, errors=errors)
 
 
 def _make_finding(

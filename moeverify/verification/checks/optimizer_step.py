@@ -46,12 +46,8 @@ from moeverify.verification.checks.recomputed_step import (
     read_batch,
     recompute,
 )
-from moeverify.verification.checks.sampling import sample_all
+from moeverify.verification.checks.sampling import find_stride, sample_all
 from moeverify.verification.compare.assembled import Key
-
-MOST_ELEMENTS = 1 << 14
-"""Maximum number of evenly spaced elements recomputed per shard. A wrong step is wrong in many of them."""
-
 
 Whole = tuple[str, Tensor, Region]
 
@@ -152,9 +148,9 @@ class OptimizerWatch(Watch[list[RecomputedTensor]]):
             parameter, _, moment = name.rpartition(".")
             key = (parameter, region.key)
             if key in shards and region.numel and moment in self._kind.moments:
-                moments.append((key, moment, local, _stride_of(region)))
+                moments.append((key, moment, local, find_stride(region)))
         samples = sample_all(
-            [(shard.local(), _stride_of(shard.region)) for _, shard in chosen]
+            [(shard.local(), find_stride(shard.region)) for _, shard in chosen]
             + [(local, stride) for _, _, local, stride in moments]
         )
         found = {key: _State(weight) for (key, _), weight in zip(chosen, samples, strict=False)}
@@ -173,7 +169,7 @@ class OptimizerWatch(Watch[list[RecomputedTensor]]):
         keys = [(name, region.key) for name, _, region in shown]
         self._stepped.update(key for key in keys if key in self._shards)
         chosen = [
-            (key, local, _stride_of(region))
+            (key, local, find_stride(region))
             for key, (_, local, region) in zip(keys, shown, strict=True)
             if key in self._shards and region.numel
         ]
@@ -250,10 +246,6 @@ class OptimizerWatch(Watch[list[RecomputedTensor]]):
             for each in members:  # the rows need only the names and places of the shards
                 each.weight = each.change = None
                 each.before, each.after = {}, {}
-
-
-def _stride_of(region: Region) -> int:
-    return -(-region.numel // MOST_ELEMENTS)
 
 
 def _decay_of(spec: Optimizer, shard: LocalShard) -> float:

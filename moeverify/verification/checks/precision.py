@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
-from moeverify.cases.schema import Case
+from moeverify.cases.schema import Case, Recipe
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import DtypeFacts, Dtypes, DtypeUse, NarrowParts, PatternFacts
 from moeverify.results.finding import Finding
@@ -45,13 +45,14 @@ _ORDER = (
     DtypeUse.COMPUTES,
     DtypeUse.RESIDUAL,
     DtypeUse.OUTPUT,
+    DtypeUse.OPERATOR,
     DtypeUse.GRADIENT,
     DtypeUse.OPTIMIZER_STATE,
     DtypeUse.REDUCES,
 )
 """Uses from cause to effect: narrow weights make the outputs, gradients and moments narrow."""
 
-_OF_MODULES = (DtypeUse.RESIDUAL, DtypeUse.OUTPUT)
+_OF_MODULES = (DtypeUse.RESIDUAL, DtypeUse.OUTPUT, DtypeUse.OPERATOR)
 
 OneDevice = Mapping[tuple[str, str, str], str]
 """Dtypes of one device in the recipe's precision, by the key of a sighting."""
@@ -96,6 +97,11 @@ class Wanted:
         return sighting.dtype != self.of(sighting)
 
 
+def sees_operators(recipe: Recipe) -> bool:
+    """Return whether the dtypes of operators are compared: in a user's model without float8."""
+    return recipe.model.reference is None and recipe.float8 == "none"
+
+
 def names(pattern: str, parameter: str) -> bool:
     """Return whether a pattern matches one of the modules around a parameter."""
     parts = parameter.split(".")
@@ -113,7 +119,15 @@ class Precision(Check[list[Sighting]]):
         """Return a watch of the dtypes of the first step; see `Check`."""
         wanted = Wanted.of_case(run.case, run.dtypes)
         compute = compute_dtype_of(run.case.recipe.precision)
-        return DtypeWatch(program.model, compute, run.trace.since, wanted.is_wrong)
+        sees = sees_operators(run.case.recipe) and run.case.layout.compile == "none"
+        return DtypeWatch(
+            program.model,
+            compute,
+            run.trace.since,
+            wanted.is_wrong,
+            sees_operators=sees,
+            has_own_step=program.custom_step is not None,
+        )
 
     def judge(self, shown: ShownTensors, reports: Sequence[list[Sighting]]) -> CheckOutcome | None:
         """Return whether every use had its required dtype; see `Check`.
@@ -165,7 +179,7 @@ def judge_dtypes(shown: ShownTensors, by_rank: Sequence[Sequence[Sighting]], wan
             places.setdefault(sighting.use, set()).add(sighting.parameter)
             if wanted.is_wrong(sighting):
                 by_name = wrong.setdefault((sighting.use, sighting.dtype, wanted.of(sighting)), {})
-                by_name.setdefault(sighting.parameter, {})[rank] = sighting
+                by_name.setdefault(sighting.parameter, {}).setdefault(rank, sighting)
     known: set[str] = set().union(*(found for use, found in places.items() if use not in _OF_MODULES))
     computing = places.get(DtypeUse.COMPUTES, set())
     findings = [
@@ -228,6 +242,8 @@ def _make_finding(shown: ShownTensors, wrong: _Wrong, module: str, num_known: in
     ranks = tuple(sorted({rank for by_rank in wrong.members.values() for rank in by_rank}))
     is_of_module = wrong.use in _OF_MODULES
     how = () if is_of_module else tuple(sorted({each.how for each in seen if each.how}))
+    if wrong.use is DtypeUse.OPERATOR:
+        how = (seen[0].how,)
     can_declare = wanted.is_stated and wrong.use is DtypeUse.COMPUTES and wrong.dtype == wanted.kept
     stage = Stage.FORWARD if is_of_module else None
     collectives = how if wrong.use is DtypeUse.REDUCES else ()

@@ -7,6 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moeverify.parallel.regions.region import Region
+
+MOST_ELEMENTS = 1 << 14
+"""Maximum number of evenly spaced elements sampled per shard. A wrong step is wrong in many of them."""
+
+
+def find_stride(region: Region) -> int:
+    """Return the stride at which at most `MOST_ELEMENTS` of a shard are sampled."""
+    return -(-region.numel // MOST_ELEMENTS)
+
 
 def sample_all(shards: Sequence[tuple[Tensor, int]]) -> list[Tensor]:
     """Return float64 copies of every `stride`-th element of each (local, stride), in few operations.

@@ -341,6 +341,7 @@ class CaseRun:
             operators=answer.operators,
             stages=answer.stages,
             bounds=answer.bounds,
+            choices=answer.choices,
         )
 
     def _make_case_result(

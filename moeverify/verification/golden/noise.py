@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 from moeverify.cases.schema import Precision
+from moeverify.results.bound import PerturbedRun
+from moeverify.results.checks import Kind
+
+PLAIN, WIDEST = "plain/", "widest/"
+"""Prefixes of a `noise_key`: the error of the plain run, and the place of the widest in `PERTURBED_RUNS`."""
+
+PERTURBED_RUNS: tuple[PerturbedRun, ...] = get_args(PerturbedRun)
+
+HELD_KEY, FREE_KEY = "near ties/held", "near ties/free"
+"""The keys of the numbers of choices near a tie in the perturbed runs; see `NearTieCounts`."""
 
 # `mixed` computes in bfloat16 and stores parameters, gradients, moments and updates in float32. Its epsilon
 # is the one of float32: weights are nudged by it, and a tensor far smaller than the others of its kind is
@@ -26,6 +37,11 @@ def noise_key(step: int, kind: str, name: str, *, forced: bool = False) -> str:
     first step has the same key in both cases.
     """
     return f"{'forced/' if forced and step > 0 else ''}{step}/{kind}/{name}"
+
+
+def storage_key(step: int, name: str) -> str:
+    """Return the key of the error that storing the golden's weight in its narrow dtype adds to an update."""
+    return f"storage/{noise_key(step, Kind.UPDATE, name)}"
 
 
 def narrow_key(step: int, kind: str, name: str) -> str:

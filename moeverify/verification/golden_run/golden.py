@@ -27,6 +27,8 @@ from moeverify.verification.checks.dtype_watch import DtypeWatch
 from moeverify.verification.checks.modules import list_unreproduced
 from moeverify.verification.checks.narrower import name_dtype
 from moeverify.verification.checks.observers import Unseen, open_observers
+from moeverify.verification.checks.precision import sees_operators
+from moeverify.verification.checks.rebound import UNSTEADY, ReboundWatch
 from moeverify.verification.checks.registry import choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.golden.store import Dtypes, GoldenWriter, OwnResult, StoredGolden
@@ -44,21 +46,30 @@ def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     recipe are included, and in 16 bits those that one device does not reproduce.
     """
     program = assemble_single(recipe, device)
-    watch = DtypeWatch(program.model, compute_dtype_of(recipe.precision), lambda number: ())
+    compute = compute_dtype_of(recipe.precision)
+    watch = DtypeWatch(
+        program.model,
+        compute,
+        lambda number: (),
+        sees_operators=sees_operators(recipe),
+        has_own_step=recipe.step is not None,
+    )
     parts = NarrowPartsWatch(program.model, [shard.tensor for shard in program.shards])
     if recipe.precision == "float64" and recipe.functions:
         program.loss_context = parts.noting
-    _train_watched(recipe, program, watch)
+    rebound = ReboundWatch(program, compares=recipe.model.reference is None)
+    _train_watched(recipe, program, watch, rebound)
     found = {sighting.key: sighting.dtype for sighting in watch.report()}
     found |= {(DtypeUse.NARROW, name, ""): name_dtype(dtype) for name, dtype in parts.found.items()}
+    found |= {(UNSTEADY[0], each.name, UNSTEADY[1]): "" for each in rebound.report() if not each.kept_by}
     left_out = list_unreproduced(
         recipe, device, partial(_train_watched, recipe, num_steps=min(2, recipe.steps))
     )
     return found | {(DtypeUse.UNREPRODUCED, name, part): why for (name, part), why in left_out.items()}
 
 
-def _train_watched(recipe: Recipe, program: Program, watch: Watch[Any], num_steps: int = 1) -> None:
-    with open_observers(Training(recipe, program), Unseen(), (), [watch]) as observer:
+def _train_watched(recipe: Recipe, program: Program, *watches: Watch[Any], num_steps: int = 1) -> None:
+    with open_observers(Training(recipe, program), Unseen(), (), watches) as observer:
         train(recipe, program, observer, num_steps=num_steps)
 
 

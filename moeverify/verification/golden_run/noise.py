@@ -14,17 +14,29 @@ from moeverify.cases.schema import Recipe
 from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.parallel.regions.observer import INITIAL
+from moeverify.results.bound import PerturbedRun
 from moeverify.results.checks import ZERO_KINDS, Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import NearTieCounts, Program
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.compare.difference import Difference
-from moeverify.verification.golden.noise import EPSILON, narrow_key, noise_key, sign_flip_key
+from moeverify.verification.golden.noise import (
+    EPSILON,
+    FREE_KEY,
+    HELD_KEY,
+    PERTURBED_RUNS,
+    PLAIN,
+    WIDEST,
+    narrow_key,
+    noise_key,
+    sign_flip_key,
+    storage_key,
+)
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
 from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
@@ -57,17 +69,40 @@ def calibrate(
     `sign_flip_key`. Units: see `moeverify.verification.checks.bounds`.
     """
     noise: dict[str, float] = {}
+    choices = NearTieCounts()
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
     for forced in kinds:
         is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
         gradients = GradientNoise(reference) if is_pushed else None
-        for program in perturbed_programs(recipe, device):
+        for name, program in perturbed_programs(recipe, device):
             measured = measure_noise(recipe, program, reference, checks, forced=forced, gradients=gradients)
+            if name == "plain":
+                noise |= {f"{PLAIN}{key}": error for key, error in measured.items()}
+                noise |= _measure_storage(recipe, program, reference)
             for key, error in measured.items():
-                noise[key] = max(noise.get(key, 0.0), error)
+                if error > noise.get(key, 0.0):
+                    noise |= {key: error, f"{WIDEST}{key}": float(PERTURBED_RUNS.index(name))}
+                noise.setdefault(key, error)
+            choices.num_changed += program.near_ties.num_changed
+            choices.num_free += program.near_ties.num_free
         if gradients is not None:
             noise |= propagate(recipe, reference, gradients, device, forced=forced)
+    noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}
     return noise | (_measure_narrow(recipe, reference, checks, device) if has_narrow_parts else {})
+
+
+def _measure_storage(recipe: Recipe, program: Program, reference: StoredGolden) -> dict[str, float]:
+    """Return the error of each update by rounding the golden's weight after it, by `storage_key`."""
+    found: dict[str, float] = {}
+    for step in range(recipe.steps):
+        for shard in program.shards:
+            update = reference.read(step, Kind.UPDATE, shard.name, shard.region)
+            weight = reference.read(step, Kind.WEIGHT, shard.name, shard.region)
+            if update is not None and weight is not None and update.any():
+                rounded = weight.to(shard.local().dtype).to(torch.float64)
+                error = float((rounded - weight.to(torch.float64)).norm() / update.to(torch.float64).norm())
+                found[storage_key(step, shard.name)] = error
+    return found
 
 
 def _measure_narrow(
@@ -98,8 +133,8 @@ def _measure_narrow(
     return found
 
 
-def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program]:
-    """Yield single-device programs that compute the recipe's answer up to rounding.
+def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[tuple[PerturbedRun, Program]]:
+    """Yield single-device programs that compute the recipe's answer up to rounding, with their names.
 
     These are
 
@@ -113,19 +148,20 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[Program
     rounding of inputs.
     """
     if recipe.precision != "float64":
-        yield assemble_single(recipe, device)
+        yield "plain", assemble_single(recipe, device)
     rows = list(range(recipe.data.batch))
     random.Random(recipe.seed).shuffle(rows)
     positions = range(recipe.data.seq_len)
-    yield assemble_single(recipe, device, share=Share(tuple(rows), positions))
+    yield "other order", assemble_single(recipe, device, share=Share(tuple(rows), positions))
     if can_accumulate(recipe):
         regrouped = assemble_single(recipe, device, share=Share(tuple(reversed(rows)), positions))
         regrouped.num_micro_batches = 2
-        yield regrouped
+        yield "micro-batches", regrouped
     nudged = assemble_single(recipe, device)
     _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
-    yield nudged
-    yield from perturbed_scales(recipe, device)
+    yield "moved weights", nudged
+    for program in perturbed_scales(recipe, device):
+        yield "float8", program
 
 
 def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:

@@ -6,11 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moeverify.results.bound import Bound
+from moeverify.cases.schema import Recipe
+from moeverify.results.bound import Bound, NearChoices
 from moeverify.results.checks import Kind
 from moeverify.results.error_map import ErrorMap
+from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, CheckOutcome
+from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.compare.assembled import Assembled, Key
+from moeverify.verification.golden.noise import FREE_KEY, HELD_KEY
 
 
 def map_errors(
@@ -22,26 +26,39 @@ def map_errors(
 
 
 def list_bounds(
-    outcomes: Sequence[tuple[Check[Any], CheckOutcome]], tensors: Mapping[Key, Assembled], factor: float
+    outcomes: Sequence[tuple[Check[Any], CheckOutcome]], tensors: Mapping[Key, Assembled], bounds: Bounds
 ) -> tuple[Bound, ...]:
-    """Return the widest bound of each tensor with its parts, for tensors whose bound is not the floor."""
-    widest: dict[tuple[str, str], Bound] = {}
+    """Return the widest bound of each tensor of each check with its parts, unless it is exact.
+
+    A check without parts derives its bounds from the ranks' own values.
+    """
+    widest: dict[tuple[str, str, str], Bound] = {}
     for _, outcome in outcomes:
-        for key, parts in outcome.parts.items():
-            name = (outcome.result.name, key[2])
-            kept = widest.get(name)
-            if kept is None or max(parts.values()) > max(kept.parts.values(), default=0.0):
-                error = tensors[key].difference.relative_error
-                rounded = {part: float(f"{value:.3g}") for part, value in parts.items() if value}
+        for key, limit in outcome.limits.items():
+            if key in tensors and tensors[key].difference.sum_expected2 == 0.0:
+                continue  # relative to all tensors of its kind
+            parts = outcome.parts.get(key, {"recomputed": limit})
+            name = (outcome.result.name, *key[1:])
+            known = max(widest[name].parts.values()) if name in widest else 0.0
+            if max(parts.values()) > known:
                 widest[name] = Bound(
-                    check=name[0], tensor=key[2], step=key[0], error=error, parts=rounded, factor=factor
+                    check=outcome.result.name,
+                    tensor=key[2],
+                    step=key[0],
+                    error=outcome.errors.get(key),
+                    parts={part: _shorten(value) for part, value in parts.items() if value},
+                    factor=bounds.tolerance.factor,
+                    **(bounds.list_sources(key) if "measured" in parts else {}),
                 )
-    return tuple(each for each in widest.values() if _is_measured(each))
+    return tuple(widest.values())
 
 
-def _is_measured(bound: Bound) -> bool:
-    """Return whether another part than the floor decides a bound that is not exact."""
-    return max(bound.parts.values(), default=0.0) > bound.parts.get("floor", 0.0)
+def count_choices(recipe: Recipe, noise: Mapping[str, float]) -> NearChoices | None:
+    """Return the choices near a tie in the runs that measured the noise; None if none was near one."""
+    if replays_routing(recipe):
+        return NearChoices(is_replayed=True)
+    held, free = (int(noise.get(key, 0.0)) for key in (HELD_KEY, FREE_KEY))
+    return NearChoices(num_held=held, num_free=free) if held or free else None
 
 
 def _map_outcome(outcome: CheckOutcome, tensors: Mapping[Key, Assembled]) -> ErrorMap:
@@ -73,4 +90,9 @@ def _divide(error: float, bound: float) -> float:
         return 0.0
     if bound <= 0.0 or not math.isfinite(error):
         return math.inf
-    return float(f"{error / bound:.3g}")
+    return _shorten(error / bound)
+
+
+def _shorten(value: float) -> float:
+    """Return three significant digits."""
+    return float(f"{value:.3g}")

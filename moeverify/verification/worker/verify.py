@@ -18,7 +18,7 @@ from moeverify.cases.schema import Case
 from moeverify.faults.injection import injected
 from moeverify.parallel.meshes import Meshes, build_meshes
 from moeverify.parallel.regions.observer import INITIAL, Observer
-from moeverify.results.bound import Bound
+from moeverify.results.bound import Bound, NearChoices
 from moeverify.results.checks import UNCOMPARED_KINDS, Kind
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.explanation import Explanation
@@ -57,7 +57,7 @@ from moeverify.verification.worker.culprits import (
     lead_with,
     record_origin,
 )
-from moeverify.verification.worker.error_map import list_bounds, map_errors
+from moeverify.verification.worker.error_map import count_choices, list_bounds, map_errors
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.investigate import explain_findings, gather_evidence
 from moeverify.verification.worker.leftovers import ProcessSettings
@@ -195,6 +195,7 @@ def _make_result(
         timeline=timeline,
         errors=observed.errors,
         bounds=observed.bounds,
+        choices=observed.choices,
         operators=operators,
         stages=clock.read(),
     )
@@ -253,7 +254,7 @@ class _Observed:
 
     `losses`, `gradient_norms` and `learning_rates` are (golden, layout) pairs, one for each step. `load` is
     the load of the experts. `errors` has the errors of all tensors, if something differs, and `bounds` the
-    parts of their bounds.
+    parts of their bounds, which allow for `choices` near a tie.
     """
 
     judgement: Judgement
@@ -263,6 +264,7 @@ class _Observed:
     load: ExpertLoad | None
     errors: tuple[ErrorMap, ...]
     bounds: tuple[Bound, ...]
+    choices: NearChoices | None
 
 
 def _observe(
@@ -317,7 +319,8 @@ def _observe(
         learning_rates=[*zip(list_rates(case.recipe.optimizer, case.recipe.steps), rates, strict=True)],
         load=expert_load,
         errors=map_errors(outcomes, shown.tensors) if judgement.findings else (),
-        bounds=list_bounds(outcomes, shown.tensors, shown.bounds.tolerance.factor),
+        bounds=list_bounds(outcomes, shown.tensors, shown.bounds),
+        choices=count_choices(case.recipe, golden.noise),
     )
 
 

@@ -14,8 +14,8 @@ def test_what_was_asked_for_is_seen(mixed: Any, name: str) -> None:
     case = mixed.results[name]
     assert (case.verdict, case.reason, case.findings) == ("pass", "", ())
     # Each of 12 parameters is computed, reduced and stored, and so is its gradient; SGD has no state here.
-    # Each of 11 modules has an output.
-    assert next(check.tensors for check in case.checks if check.name == "precision") == 48 + 11
+    # Each of 11 modules has an output, and 9 have operators of their own.
+    assert next(check.tensors for check in case.checks if check.name == "precision") == 48 + 11 + 9
 
 
 @pytest.mark.parametrize(

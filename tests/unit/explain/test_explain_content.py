@@ -182,3 +182,9 @@ def test_tensors_with_the_same_bytes_are_alike() -> None:
     assert fingerprint(a) != fingerprint(a.flip(0))
     assert fingerprint(a) != fingerprint(a.reshape(3, 1))
     assert fingerprint(a) != fingerprint(a.double())
+
+
+def test_one_element_of_a_column_has_a_fingerprint() -> None:
+    one = torch.arange(16)[8::8]
+    assert one.stride() == (8,)
+    assert fingerprint(one) == fingerprint(torch.tensor([8]))

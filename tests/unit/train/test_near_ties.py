@@ -89,6 +89,14 @@ def test_a_run_repeats_the_choice_and_takes_its_number() -> None:
     assert (counts.num_rows, counts.num_changed) == (2, 2)
 
 
+def test_a_row_that_the_golden_does_not_have_is_counted_as_free() -> None:
+    counts = NearTieCounts()
+    with repeat(keep(SCORES), counts=counts):
+        _, indices = (3.0 * ROUNDED).topk(1)
+    assert indices.flatten().tolist() == [0, 0, 0]
+    assert (counts.num_rows, counts.num_changed, counts.num_free) == (2, 0, 2)
+
+
 def test_the_gradient_goes_to_the_repeated_choice() -> None:
     scores = ROUNDED.clone().requires_grad_()
     with repeat(keep(SCORES)):

@@ -231,6 +231,19 @@ def test_what_a_module_around_makes_good_began_nothing() -> None:
     assert search_one_rank(golden, [divided, *golden[1:]], known).origins["forward"].module == "mlp.gate"
 
 
+@pytest.mark.parametrize(("left", "module"), [(0.004, "mlp"), (0.4, "mlp.down")])
+def test_a_rounded_sum_is_the_origin_and_not_its_parts(left: float, module: str) -> None:
+    # The output of a row-parallel layer is a part of the sum that the module around it hands on.
+    value, after = draw(2, 3, 4), draw(2, 3, 4, seed=1)
+    golden = [read("mlp.down", 0, value), read("mlp", 1, value), read("head", 2, after)]
+    actual = [
+        read("mlp.down", 0, 0.5 * value),
+        read("mlp", 1, (1 + left) * value),
+        read("head", 2, after + left),
+    ]
+    assert search_one_rank(golden, actual).origins["forward"].module == module
+
+
 def test_a_gradient_that_is_made_good_began_nothing_unless_a_parameter_there_is_wrong() -> None:
     golden = [
         Reading("backward", 0, "mlp.gate", "output", 0, draw(2, 3, 4)),

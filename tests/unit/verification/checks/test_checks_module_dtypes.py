@@ -151,3 +151,70 @@ def test_narrow_parts_are_told_where_nothing_is_wrong(run_ranks: Callable, weigh
     assert outcome.result.facts == NarrowParts(
         dtype="float32", modules=("norm",), num_tensors=1, num_compared=1
     )
+
+
+class Soft(nn.Module):
+    """Attends by a softmax in the dtype `within`, and computes another number in the narrow dtype first."""
+
+    def __init__(self, within: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.within = within
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        gate = torch.softmax(x, -1)
+        return gate * torch.softmax(x.to(self.within), -1).to(x.dtype)
+
+
+def sight_operators(within: torch.dtype, one_device: OneDevice | None = None) -> list[Sighting]:
+    """Return the operators of a bfloat16 model with a softmax in a dtype."""
+    wanted = Wanted("bfloat16", "bfloat16", one_device=one_device or {}, is_stated=False)
+    model = nn.Sequential(Soft(within)).bfloat16()
+    watch = DtypeWatch(model, torch.bfloat16, lambda number: (), wanted.is_wrong, sees_operators=True)
+    watch.begin_step(0)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    watch.close()
+    return [each for each in watch.report() if each.use is DtypeUse.OPERATOR]
+
+
+def test_an_operator_that_one_device_widens_is_wrong_where_ranks_do_not(shown: ShownTensors) -> None:
+    wide, narrow = sight_operators(torch.float32), sight_operators(torch.bfloat16)
+    dtypes = {(each.parameter, each.how): each.dtype for each in wide}
+    assert dtypes == {
+        ("0.linear", "linear"): "bfloat16",
+        ("0", "softmax"): "float32",
+        ("0", "mul"): "bfloat16",
+    }
+    one = {each.key: each.dtype for each in wide}
+    assert judge(shown, one, *wide) == []
+    assert judge(shown, {each.key: each.dtype for each in narrow}, *wide) == [], "a wider operator is right"
+    assert judge(shown, {}, *narrow) == [], "nothing is known of one device"
+    [(module, cause, _)] = judge(shown, one, *sight_operators(torch.bfloat16, one))
+    assert (module, cause) == ("0", "softmax in 0 computes in bfloat16, and on one device in float32")
+    [site] = [each.site for each in sight_operators(torch.bfloat16, one) if each.how == "softmax"]
+    assert site.startswith("test_checks_module_dtypes.py:")
+    assert site.endswith(" in forward")
+
+
+def step_alone(total: torch.dtype) -> list[Sighting]:
+    """Return the operators of a step that adds up gradients in a dtype, outside of all modules."""
+    model = nn.Linear(4, 4).bfloat16()
+    watch = DtypeWatch(model, torch.bfloat16, lambda number: (), sees_operators=True, has_own_step=True)
+    watch.begin_step(0)
+    model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    add_up(torch.zeros(4, 4, dtype=total), model.weight)
+    watch.observe(0, "gradient", "weight", model.weight.grad, Region.whole((4, 4)))
+    add_up(torch.zeros(4, 4, dtype=torch.float64), model.weight)
+    watch.close()
+    return [each for each in watch.report() if each.use is DtypeUse.OPERATOR]
+
+
+def add_up(total: Tensor, weight: Tensor) -> None:
+    total += weight.grad
+
+
+@pytest.mark.parametrize("total", [torch.float32, torch.bfloat16])
+def test_a_users_step_is_seen_by_function_until_it_shows_its_gradients(total: torch.dtype) -> None:
+    found = {(each.parameter, each.how): each.dtype for each in step_alone(total)}
+    assert found["add_up", "add"] == str(total).removeprefix("torch.")

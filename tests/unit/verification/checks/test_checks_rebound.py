@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.region import Region
 from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
@@ -16,7 +19,7 @@ from moeverify.train import loop
 from moeverify.train.engine import PlainEngine
 from moeverify.train.program import Program
 from moeverify.verification.checks.base import Watch
-from moeverify.verification.checks.rebound import CHECKS, BoundAnew, ReboundWatch
+from moeverify.verification.checks.rebound import CHECKS, UNSTEADY, BoundAnew, ReboundWatch
 
 MOE = {
     "num_experts": 4,
@@ -129,3 +132,53 @@ def test_a_parameter_that_the_optimizer_is_told_of(train: Callable, monkeypatch:
 
 def test_nothing_is_judged_where_nothing_was_bound_anew(run_ranks: Callable) -> None:
     assert CHECKS[0].judge(run_ranks({0: {}}).shown(), [[], []]) is None
+
+
+class Stored(nn.Linear):
+    """A layer that rounds its own weight to `kept` before it computes."""
+
+    def __init__(self, kept: torch.dtype | None) -> None:
+        super().__init__(4, 4, bias=False, dtype=torch.float64)
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is not None:
+            self.weight.data.copy_(self.weight.to(self.kept))
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kept", [None, torch.float32, torch.bfloat16])
+def test_weights_that_a_pass_rounds_are_told_with_their_dtype(
+    kept: torch.dtype | None, run_ranks: Callable
+) -> None:
+    model = Stored(kept)
+    shard = LocalShard("weight", model.weight, Region.whole((4, 4)))
+    program: Any = SimpleNamespace(
+        model=model, custom_step=None, live_shards=lambda: [shard], find_rebound=list, engine=None
+    )
+    watch = ReboundWatch(program, compares=True)
+    watch.observe(-1, Kind.INITIAL_WEIGHT, "empty", torch.empty(0, 4), Region.whole((0, 4)))  # of few rows
+    watch.observe(-1, Kind.INITIAL_WEIGHT, shard.name, shard.local(), shard.region)
+    for step in range(2):
+        watch.begin_step(step)
+        program.model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        watch.observe(step, Kind.GRADIENT, shard.name, shard.tensor.grad, shard.region)
+        with torch.no_grad():
+            shard.tensor.sub_(0.1 * shard.tensor.grad)
+        watch.observe(step, Kind.WEIGHT, shard.name, shard.local(), shard.region)
+    found = watch.report()
+    if kept is None:
+        assert found == []
+        return
+    narrow = str(kept).removeprefix("torch.")
+    [each] = found
+    assert (each.step, each.name, each.kept_by, each.rounded_to) == (0, "weight", (), narrow)
+    shown = run_ranks({0: {}, 1: {}}).shown()
+    outcome = CHECKS[0].judge(shown, [found, []])
+    assert outcome is not None
+    [finding] = outcome.findings
+    cause = describe_facts(finding.facts, finding).cause
+    assert cause == f"weight was rounded to {narrow} outside of the optimizer step"
+    use, part = UNSTEADY
+    known = replace(shown, dtypes={(use, "weight", part): ""})
+    assert CHECKS[0].judge(known, [found, []]) is None, "one device rounds it too"
