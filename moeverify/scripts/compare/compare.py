@@ -36,6 +36,7 @@ from moeverify.scripts.compare.limits import (
     Precision,
     are_undecided,
     make_bounds,
+    measure_rounding,
     set_aside,
     shows_noise_of,
 )
@@ -75,7 +76,8 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     comparer = Comparer(expected, actual, places)
     precision = _find_precision(expected, actual)
     measured = noise if noise is not None and shows_noise_of(noise, precision) else None
-    bounds = make_bounds(precision, _measure_noise(expected, measured, steps), steps[0])
+    noise_by_key = _measure_noise(expected, measured, steps)
+    bounds = make_bounds(precision, noise_by_key, steps[0], measure_rounding(expected))
     outcomes = _check_script(expected, actual, places, steps)
     outputs = OutputComparer(expected, actual)
     tensors = _assemble(comparer, outputs, steps)

@@ -1,4 +1,4 @@
-"""Factors on all gradients that are clips or divisors."""
+"""Factors on all gradients that are clips or divisors, and gradients that are rounding only."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 
 from moeverify.results.checks import Kind
 from moeverify.scripts.compare.coefficients import find_coefficients
+from moeverify.scripts.compare.limits import make_bounds, measure_rounding
 from moeverify.scripts.record.lines import Header, ShardRegion, Values
 from moeverify.scripts.record.read import RankRecord, RecordedRun
+from moeverify.verification.checks.bounds import Criterion, Norms
 
 
 def make_run(norms: Sequence[Sequence[float]], factors: Sequence[float]) -> RecordedRun:
@@ -58,3 +60,21 @@ def test_one_step_shows_a_divisor_by_its_value_only() -> None:
     for factor, wanted in ((0.125, 1.0), (0.277, 0.277)):
         run = make_run([NORMS[0]], [factor])
         assert find_coefficients(run, run, 0)[id(run.ranks[0]), 0].value == pytest.approx(wanted)
+
+
+def test_updates_by_gradients_that_are_rounding_only_have_no_bound() -> None:
+    run = make_run([[1.0, 1e-10, 0.0], [1.0, 1e-2, 0.0]], [1.0, 1.0])
+    for noise in (None, {}):
+        bounds = make_bounds("float32", noise, 0, measure_rounding(run))
+        limits = [
+            bounds.bound((step, Kind.UPDATE, f"{number}.weight"), Criterion(), Norms(1e-3, 1e-3))
+            for step in (0, 1)
+            for number in (0, 1, 2)
+        ]
+        assert [limit > 1.0 for limit in limits] == [
+            False,
+            True,
+            False,
+        ] * 2  # moments keep the first gradient
+        moment = bounds.bound((1, Kind.OPTIMIZER_STATE, "1.weight.exp_avg"), Criterion(), Norms(1.0, 1.0))
+        assert moment > 1.0
