@@ -44,6 +44,7 @@ from moeverify.scripts.compare.options import find_other_options, find_other_par
 from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts
 from moeverify.scripts.compare.sites import add_sites
+from moeverify.scripts.record.lines import REDUCES
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.verification.checks.base import CheckOutcome, ComparedTensors, make_outcome
 from moeverify.verification.checks.golden_tensors import GoldenTensors
@@ -315,7 +316,7 @@ def _list_notes(
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("model", "dropout", "stopped", "bypass", "replay"):
+        for about in ("model", "dropout", "stopped", "bypass", "replay", REDUCES):
             if about == "dropout" and has_states:
                 continue
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}
