@@ -19,6 +19,7 @@ from moeverify.train.calls.call import LoopCall
 
 _CLIP_EPSILON = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_
 _SAME = 1e-4  # relative, for norms in float32
+_LIMIT = 1e-3  # relative difference of the norms that a clip leaves
 _LESS = 10.0  # how many times less a divisor must vary than the norms
 _WHOLE = 1e-6  # relative distance of a divisor from a whole number
 _MOST = (
@@ -70,7 +71,7 @@ def find_coefficients(
     found = {id(rank): find_coefficient(rank, step) for rank in ranks}
     is_undone = all(each.is_known for each in found.values())
     # A run of one device has whole gradients, whose norm is that of the clip.
-    is_undone &= not _divides(expected if _scales(expected) else actual)
+    is_undone &= not _divides(expected if _find_scaled(expected) else actual)
     return {(number, step): each if is_undone else replace(each, value=1.0) for number, each in found.items()}
 
 
@@ -82,26 +83,27 @@ def _of_clip(clip: LoopCall) -> Coefficient:
     return Coefficient(min(1.0, clip.max_norm / (clip.norm + _CLIP_EPSILON)), clip.norm)
 
 
-def _find_all(run: RecordedRun) -> list[Coefficient]:
-    return [find_coefficient(run.ranks[0], step) for step in run.steps]
-
-
-def _scales(run: RecordedRun) -> bool:
-    return any(abs(each.value - 1.0) > _SAME for each in _find_all(run))
+def _find_scaled(run: RecordedRun) -> dict[int, Coefficient]:
+    """Return the coefficients of the steps in which they change the gradients."""
+    found = {step: find_coefficient(run.ranks[0], step) for step in run.steps}
+    return {step: each for step, each in found.items() if abs(each.value - 1.0) > _SAME}
 
 
 def _divides(run: RecordedRun) -> bool:
     """Return whether a script divides gradients by itself, and does not clip them.
 
-    A divisor is a small whole number in all steps, or differs far less between them than the resulting norms.
+    A divisor is a small whole number in all steps, or the resulting norm is not the same limit in all of them.
+    The norm is known on one device. Of many ranks, a divisor differs far less between steps than their norms.
     torch's clip shows its factor, which then is that of the clip alone.
     """
-    found = _find_all(run)
-    if not _scales(run) or any(each.norm is not None or not each.is_known for each in found):
+    scaled = _find_scaled(run)
+    if not scaled or any(each.norm is not None for each in scaled.values()):
         return False
-    factors = [each.value for each in found]
-    norms = [_measure_norm(run, step) for step in run.steps]
-    return all(map(_is_quotient, factors)) or _spread(factors) < _spread(norms) / _LESS
+    factors = [each.value for each in scaled.values()]
+    norms = [_measure_norm(run, step) for step in scaled]
+    if all(map(_is_quotient, factors)):
+        return True
+    return _spread(norms) > (_LIMIT if run.world_size == 1 else _LESS * _spread(factors))
 
 
 def _measure_norm(run: RecordedRun, step: int) -> float:

@@ -42,7 +42,8 @@ NORMS = [[1.0, 2.0], [3.0, 2.0], [2.0, 5.0]]
         ((0.25, 0.25, 0.25), False),  # micro-batches
         ((0.25, 0.25, 0.5), False),  # a shorter last window
         ((0.0371, 0.0371, 0.0371), False),  # a constant
-        ((0.447, 0.277, 0.186), True),  # a clip to a norm of 1
+        ((0.031, 0.029, 0.030), False),  # numbers of tokens
+        ((0.447214, 0.277350, 0.185695), True),  # a clip to a norm of 1
         ((1.0, 0.277, 1.0), True),  # a clip that binds once
     ],
 )
