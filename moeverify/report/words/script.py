@@ -42,15 +42,15 @@ _OWN_RULES = {
 @describe_facts.register
 def _(facts: BatchFacts, finding: Finding) -> Words:
     rows = format_count(facts.num_rows, "row")
-    evidence = f"of the {rows} of RUN_A's global batch, {facts.num_missing} were not seen"
+    evidence = f"not seen of the {rows} of RUN_A's global batch: {facts.num_missing}"
     if facts.num_other:
         cause = f"{format_ranks(facts.ranks)} saw other rows than RUN_A"
-        evidence += f"; {facts.num_other} rows are not in it"
+        evidence += f"; seen, but not in it: {facts.num_other}"
     elif facts.repeated:
         cause = f"{format_ranks(facts.repeated)} saw the same rows, and nobody saw the others"
     elif facts.num_repeated:
         cause = f"rows were seen more often than in RUN_A, by {format_ranks(facts.ranks)}"
-        evidence += f", and {facts.num_repeated} once too often"
+        evidence += f"; seen once too often: {facts.num_repeated}"
     else:
         cause = "rows of RUN_A's global batch were not seen by any rank"
     return Words(cause, "data", (evidence,))
@@ -180,7 +180,7 @@ def _(facts: NormFacts, finding: Finding) -> Words:
 
 
 def describe_note(about: str, run: str, text: str, rank: int) -> str:
-    """Return a note about one run itself: `dropout`, `bypass`, `replay`, a second `model`, or a stop."""
+    """Return a note about one run itself: `dropout`, `bypass`, `replay`, `reduces`, a second `model`, or a stop."""
     if about == "replay":
         return f"{run} replayed the batches that {text}"
     if about == "model":
@@ -193,6 +193,11 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
         return (
             f"{run} calls `{text}.forward` directly, which runs no hook of torch: `{text}` is taken for the model, "
             "and the rows of its first pass are not known"
+        )
+    if about == "reduces":
+        return (
+            f"{run}: the optimizer reduces gradients over ranks within its step, at {text}: gradients that differ "
+            "between replicas before it are not compared, but updates are"
         )
     return f"{run}: recording stopped on rank {rank} ({text}); complete steps are compared"
 
@@ -344,7 +349,8 @@ def describe_steps(folder: str, steps: Sequence[int], num_made: int | None) -> s
 def describe_uncompared(number: int) -> str:
     """Return how many tensors could not be compared."""
     return (
-        f"{format_count(number, 'tensor')} could not be compared: one of the runs has kept no values of them"
+        f"{format_count(number, 'tensor')} could not be compared: a run has no values of them, or only some before a "
+        "reduction"
     )
 
 

@@ -36,6 +36,7 @@ from moeverify.scripts.compare.limits import (
     Precision,
     are_undecided,
     make_bounds,
+    measure_rounding,
     set_aside,
     shows_noise_of,
 )
@@ -43,6 +44,7 @@ from moeverify.scripts.compare.options import find_other_options, find_other_par
 from moeverify.scripts.compare.outputs import OutputComparer, judge_outputs, list_spots
 from moeverify.scripts.compare.places import Places, find_places, find_repeated_parts
 from moeverify.scripts.compare.sites import add_sites
+from moeverify.scripts.record.lines import REDUCES
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.verification.checks.base import CheckOutcome, ComparedTensors, make_outcome
 from moeverify.verification.checks.golden_tensors import GoldenTensors
@@ -75,7 +77,8 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     comparer = Comparer(expected, actual, places)
     precision = _find_precision(expected, actual)
     measured = noise if noise is not None and shows_noise_of(noise, precision) else None
-    bounds = make_bounds(precision, _measure_noise(expected, measured, steps), steps[0])
+    noise_by_key = _measure_noise(expected, measured, steps)
+    bounds = make_bounds(precision, noise_by_key, steps[0], measure_rounding(expected))
     outcomes = _check_script(expected, actual, places, steps)
     outputs = OutputComparer(expected, actual)
     tensors = _assemble(comparer, outputs, steps)
@@ -313,7 +316,7 @@ def _list_notes(
         last = run.ranks[0].header.last
         if run.steps[-1] < last:
             notes.append(describe_early_end(name, run.steps[-1], last))
-        for about in ("model", "dropout", "stopped", "bypass", "replay"):
+        for about in ("model", "dropout", "stopped", "bypass", "replay", REDUCES):
             if about == "dropout" and has_states:
                 continue
             texts = {note.text: rank.rank for rank in run.ranks for note in rank.notes if note.about == about}

@@ -4,66 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
-from moeverify.scripts.compare.calls import calls_of
+from moeverify.scripts.compare.coefficients import Coefficient, find_coefficients
 from moeverify.scripts.compare.places import Places
 from moeverify.scripts.record.lines import Values
-from moeverify.scripts.record.norm_parts import find_shared_ratio
 from moeverify.scripts.record.read import Key, RankRecord, RecordedRun
 from moeverify.scripts.record.sketch import NUM_PROJECTIONS, sketch
 from moeverify.scripts.record.tensors import make_region
-from moeverify.train.calls.call import LoopCall
 from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.compare.difference import Difference, measure
-
-_CLIP_EPSILON = 1e-6  # added to the norm by torch.nn.utils.clip_grad_norm_
-
-
-@dataclass(frozen=True)
-class Coefficient:
-    """The common factor applied to all gradients between the last backward pass and the optimizer step.
-
-    `norm` is the gradient norm from a clip of torch, or None if the script clips by itself. `is_known` is
-    false if the gradients do not show the factor: they were reduced after the backward pass, or are in a
-    flat buffer.
-    """
-
-    value: float = 1.0
-    norm: float | None = None
-    is_known: bool = True
-
-
-def find_coefficient(rank: RankRecord, step: int) -> Coefficient:
-    """Return the coefficient of a rank, from its call of torch's clip or else from its gradients.
-
-    It is unknown unless at least half of the gradients share a ratio.
-    """
-    calls = calls_of(rank, step)
-    clip = next((call for call in reversed(calls) if call.norm is not None and call.max_norm), None)
-    if clip is not None:
-        return _of_clip(clip)
-    if any(call.name.startswith("scaler") for call in calls):
-        return Coefficient()  # the factor is the loss scale of a backward pass, not a clip
-    shared = find_shared_ratio(
-        math.sqrt(line.squares) / line.before
-        for (at, kind, _), line in rank.values.items()
-        if at == step and kind == Kind.GRADIENT and line.before and line.squares > 0.0
-    )
-    return Coefficient(is_known=False) if shared is None else Coefficient(shared)
-
-
-def _of_clip(clip: LoopCall) -> Coefficient:
-    assert clip.norm is not None
-    assert clip.max_norm is not None
-    if not math.isfinite(clip.norm):
-        return Coefficient(1.0, clip.norm)
-    return Coefficient(min(1.0, clip.max_norm / (clip.norm + _CLIP_EPSILON)), clip.norm)
 
 
 @dataclass(frozen=True)
@@ -85,26 +40,21 @@ class Comparer:
     _coefficients: dict[tuple[int, int], Coefficient] = field(default_factory=dict)
 
     def coefficient(self, rank: RankRecord, step: int) -> Coefficient:
-        """Return `find_coefficient` of a rank, with value 1 unless it is known for every rank of both runs.
-
-        If one is unknown, gradients are compared as the optimizers get them.
-        """
+        """Return the coefficient of a rank that the comparison undoes; see `find_coefficients`."""
         if (id(rank), step) not in self._coefficients:
-            ranks = (*self.expected.ranks, *self.actual.ranks)
-            found = [(id(each), find_coefficient(each, step)) for each in ranks]
-            is_known = all(each.is_known for _, each in found)
-            for number, each in found:
-                self._coefficients[number, step] = each if is_known else replace(each, value=1.0)
+            self._coefficients |= find_coefficients(self.expected, self.actual, step)
         return self._coefficients[id(rank), step]
 
     def compare_tensors(self, step: int, kind: str) -> list[list[ComparedShard]]:
         """Return the entries of every rank for one kind of tensors at one step."""
         by_rank: list[list[ComparedShard]] = [[] for _ in self.actual.ranks]
         for name in self._list_names(step, kind):
-            whole = self.read_expected(step, kind, name)
             shards = [
                 (rank, line) for rank in self.actual.ranks for line in self._lines_of(rank, step, kind, name)
             ]
+            if kind == Kind.GRADIENT and self._is_reduced_later(step, shards):
+                continue
+            whole = self.read_expected(step, kind, name)
             if whole is None or any(line.sketch for _, line in shards):
                 entry = self._compare_sketches((step, kind, name), whole, shards)
                 by_rank[0] += [entry] if entry is not None else []
@@ -154,6 +104,14 @@ class Comparer:
             line = rank.values.get((step, kind, own + suffix)) if number == rank.rank else None
             if line is not None and placed.name == parameter:
                 yield line
+
+    def _is_reduced_later(self, step: int, shards: Sequence[tuple[RankRecord, Values]]) -> bool:
+        """Return whether replicas of a gradient differ because the optimizer reduces them within its step."""
+        reducing = [rank for rank, _ in shards if rank.find_reduction(step)]
+        replicas: dict[str, set[int]] = {}
+        for rank, line in shards:
+            replicas.setdefault(self._region(rank, line).key, set()).add(line.bits)
+        return bool(reducing) and any(len(bits) > 1 for bits in replicas.values())
 
     def _region(self, rank: RankRecord, line: Values) -> Region:
         """Return the region of a line in the logical tensor; a moment has its parameter's region."""

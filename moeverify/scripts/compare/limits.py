@@ -7,7 +7,8 @@ Without a measurement the dtype determines the bound. For gradients at the first
 in float32 (2^10 units of rounding) and 1e-10 in float64. It is 2^-4 if some computation uses a narrower
 dtype. It grows tenfold at each later step, since each step begins with weights that the previous step has
 rounded. An adaptive optimizer divides a gradient by its own magnitude, so an element smaller than the noise
-may move either way. Relative noise e of a gradient becomes about sqrt(e) in its update.
+may move either way. Relative noise e of a gradient becomes about sqrt(e) in its update. A gradient far smaller
+than all gradients together may be rounding only; so may then its moments and updates, however large.
 
 In 16 bits, rounding sends some tokens to other experts. The gradients of routed experts, their router and
 the norm before them then differ by the share of those tokens, not by units of rounding. 2 to 10 % were
@@ -29,6 +30,7 @@ from typing import Literal
 from moeverify.cases.schema import Tolerance
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.finding import CheckResult, Finding, Inconclusive
+from moeverify.scripts.compare.entries import split_state
 from moeverify.scripts.record.read import RecordedRun
 from moeverify.verification.checks.bounds import Bounds, Criterion, Norms
 from moeverify.verification.compare.assembled import Key
@@ -42,12 +44,36 @@ UNDECIDED = 2.0**-2
 """Relative error in 16 bits up to which an unmeasured difference may be rounding or an error."""
 
 _BOUNDS: Mapping[str, float] = {"float64": 1e-10, "float32": 2.0**-13, "mixed": 2.0**-4}
+UNIT = 2.0**-23
+"""The rounding of a sum in float32, relative to its largest term."""
+
 _GROWTH = 10.0
 _NARROW_FACTOR = 4.0
 
 
 @dataclass
-class DtypeBounds(Bounds):
+class ScriptBounds(Bounds):
+    """Bounds that allow moments and updates the rounding of their gradients, which may be their only content.
+
+    `rounding` has the relative rounding of a parameter's gradients up to a step, by step and name.
+    """
+
+    rounding: Mapping[tuple[int, str], float] = field(default_factory=dict)
+
+    def bound(self, key: Key, criterion: Criterion, norms: Norms) -> float:
+        """Return the larger of the bound by noise and the bound by the rounding of gradients."""
+        return max(super().bound(key, criterion, norms), self.carry(key))
+
+    def carry(self, key: Key) -> float:
+        """Return the relative error of a moment or an update by the rounding of its gradients."""
+        step, kind, name = key
+        if kind == Kind.OPTIMIZER_STATE:
+            return self.rounding.get((step, split_state(name)[0]), 0.0)
+        return math.sqrt(self.rounding.get((step, name), 0.0)) if kind == Kind.UPDATE else 0.0
+
+
+@dataclass
+class DtypeBounds(ScriptBounds):
     """Bounds from the dtype, without a measurement; `first` is the first recorded step."""
 
     first: int = 0
@@ -59,13 +85,13 @@ class DtypeBounds(Bounds):
         step, kind, _ = key
         unit = _BOUNDS[self.precision] * _GROWTH ** max(step - self.first, 0)
         if kind == Kind.UPDATE:
-            return math.sqrt(unit)
-        drowned = 2.0**-23 * norms.kind / norms.expected if norms.expected > 0 else 0.0
-        return max(unit, drowned)
+            return max(math.sqrt(unit), self.carry(key))
+        drowned = UNIT * norms.kind / norms.expected if norms.expected > 0 else 0.0
+        return max(unit, drowned, self.carry(key))
 
 
 @dataclass
-class NarrowBounds(Bounds):
+class NarrowBounds(ScriptBounds):
     """Bounds in 16 bits with noise measured by a nudged run; `least` are the bounds without a measurement."""
 
     least: DtypeBounds = field(kw_only=True)
@@ -87,14 +113,43 @@ def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
     return bool(dtypes) and dtypes <= {"bfloat16", "float16"}
 
 
-def make_bounds(precision: Precision, noise: Mapping[str, float] | None, first: int) -> Bounds:
-    """Return the bounds of a comparison; `noise` has the measured noise of a second run, or is None."""
-    by_dtype = DtypeBounds(Tolerance(), precision, {}, first=first)
+def make_bounds(
+    precision: Precision,
+    noise: Mapping[str, float] | None,
+    first: int,
+    rounding: Mapping[tuple[int, str], float],
+) -> Bounds:
+    """Return the bounds of a comparison.
+
+    `noise` is the measured noise of a second run, or None. `rounding` is that of `ScriptBounds`.
+    """
+    by_dtype = DtypeBounds(Tolerance(), precision, {}, first=first, rounding=rounding)
     if noise is None:
         return by_dtype
     if precision == "mixed":
-        return NarrowBounds(Tolerance(factor=_NARROW_FACTOR), precision, noise, least=by_dtype)
-    return Bounds(Tolerance(), precision, noise)
+        tolerance = Tolerance(factor=_NARROW_FACTOR)
+        return NarrowBounds(tolerance, precision, noise, rounding=rounding, least=by_dtype)
+    return ScriptBounds(Tolerance(), precision, noise, rounding=rounding)
+
+
+def measure_rounding(run: RecordedRun) -> dict[tuple[int, str], float]:
+    """Return the rounding of all gradients relative to each one, the largest up to a step, by step and name.
+
+    A gradient of zeros has none: its updates are exact.
+    """
+    found: dict[tuple[int, str], float] = {}
+    for step in run.steps:
+        lines = {
+            key[2]: line
+            for rank in run.ranks
+            for key, line in rank.values.items()
+            if key[:2] == (step, Kind.GRADIENT)
+        }
+        total = math.sqrt(sum(line.squares for line in lines.values()))
+        for name, line in lines.items():
+            own = UNIT * total / math.sqrt(line.squares) if line.squares > 0.0 else 0.0
+            found[step, name] = max(own, found.get((step - 1, name), 0.0))
+    return found
 
 
 # The error of a gradient bounds the error of the total norm. Its effect on moments and on adaptive updates is

@@ -122,13 +122,13 @@ class Guard(ModelListener):
 
     @safely
     def begin_epoch(self, sampler: DistributedSampler[Any]) -> None:
-        """Remember the step at which a sampler begins; see `Listener`."""
-        self._order.begin_epoch(sampler, self.step, find_site())
+        """Remember that a sampler begins; see `Listener`."""
+        self._order.begin_epoch(sampler, find_site())
 
     @safely
     def end_epoch(self, sampler: DistributedSampler[Any]) -> None:
-        """See whether steps were trained on the samples; see `Listener`."""
-        self._order.end_epoch(sampler, self.step)
+        """Remember that a sampler is over; see `Listener`."""
+        self._order.end_epoch(sampler)
 
     @safely
     def _see_collective(self, collective: Collective, frame: Any, operands: Any) -> None:
@@ -236,6 +236,7 @@ class Guard(ModelListener):
             numbers = (self._tensors[id(shard.tensor)] for shard in own)
             self._sampling.after |= dict(zip(numbers, hashes, strict=True))
         self._has_stepped = True
+        self._order.see_training()
         if self.settings.samples(self.step + 1):
             self._collectives.note_thread()
             self._collectives.begin()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,6 +33,20 @@ from moeverify.train.calls.rules import (
 _TIMES = 2
 
 
+@dataclass
+class _Epochs:
+    """The last epoch of a sampler on whose order the model was trained, and the epoch of the last iteration.
+
+    `current` is None when the iteration is over. An iteration counts from its first optimizer step: one that
+    is left before it only looks at a batch.
+    """
+
+    trained: int | None = None
+    current: int | None = None
+    site: str = ""
+    has_stepped: bool = False
+
+
 class CallOrder:
     """The violations so far, and the optimizers with their parameters."""
 
@@ -47,8 +62,7 @@ class CallOrder:
         self._has_gradients = False
         self._num_steps = 0
         self._has_trained = False  # whether a step had forward passes in training mode
-        # sampler -> its epoch, the step at which that began, and whether steps were trained on it
-        self._epochs: WeakKeyDictionary[DistributedSampler[Any], tuple[int, int, bool]] = WeakKeyDictionary()
+        self._epochs: WeakKeyDictionary[DistributedSampler[Any], _Epochs] = WeakKeyDictionary()
 
     def see_step(self, optimizer: Optimizer, kept: Mapping[int, float]) -> None:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
@@ -64,17 +78,29 @@ class CallOrder:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
             self._kept = max(self._kept, math.hypot(*own))
 
-    def begin_epoch(self, sampler: DistributedSampler[Any], step: int, site: str) -> None:
-        """Add a sampler that begins; a repeated epoch is wrong if the model was trained on its first one."""
-        number, _, has_trained = self._epochs.get(sampler, (-1, 0, False))
-        if sampler.shuffle and has_trained and number == sampler.epoch:
-            self._broken.append(CallFacts(rule=CallRule.SAME_EPOCH, site=site, expected=number, actual=2))
-        self._epochs[sampler] = sampler.epoch, step, False
+    def begin_epoch(self, sampler: DistributedSampler[Any], site: str) -> None:
+        """Add an iteration over a sampler."""
+        epochs = self._epochs.setdefault(sampler, _Epochs())
+        epochs.current, epochs.site, epochs.has_stepped = sampler.epoch, site, False
 
-    def end_epoch(self, sampler: DistributedSampler[Any], step: int) -> None:
-        """Add the end of an epoch: if steps were made while it lasted, it is one of training."""
-        number, first, _ = self._epochs.get(sampler, (-1, step, False))
-        self._epochs[sampler] = number, first, step > first
+    def end_epoch(self, sampler: DistributedSampler[Any]) -> None:
+        """Add the end of an iteration over a sampler: later steps are not trained on it."""
+        if sampler in self._epochs:
+            self._epochs[sampler].current = None
+
+    def see_training(self) -> None:
+        """Add an optimizer step, sampled or not, to the iterations that are not over.
+
+        Two iterations of training in a row must not have the same epoch, since they then have the same order.
+        """
+        for sampler, epochs in self._epochs.items():
+            number = epochs.current
+            if number is None or epochs.has_stepped or not sampler.shuffle:
+                continue
+            if number == epochs.trained:
+                facts = CallFacts(rule=CallRule.SAME_EPOCH, site=epochs.site, expected=number, actual=2)
+                self._broken.append(facts)
+            epochs.trained, epochs.has_stepped = number, True
 
     def end_step(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -86,8 +87,8 @@ def _find_frames(frame: FrameType | None, tensor: Tensor) -> tuple[list[FrameTyp
 
 
 def _list_parts(value: Any) -> list[tuple[object, object]]:
-    """Return the elements of a container with their keys."""
-    if type(value) is dict:
+    """Return the elements of a container with their keys; a batch of transformers is a `UserDict`."""
+    if isinstance(value, dict | UserDict):
         return list(value.items())
     return list(enumerate(value)) if type(value) in (list, tuple) else []
 

@@ -13,6 +13,7 @@ from pydantic import Field, TypeAdapter
 from moeverify.results.record import NumRanks, Rank, Record
 from moeverify.train.calls.call import LoopCall
 
+REDUCES = "reduces"
 VERSION = 2  # since 2, each line has a checksum (`moeverify.checksum.seal_line`)
 
 
@@ -151,7 +152,8 @@ class Output(Record):
 class Note(Record):
     """A fact for the comparison, such as `dropout`, `dtype`, `replay` or `stopped`, with a text.
 
-    `bypass` names a class whose `forward` was called directly for the first time in `step`.
+    `bypass` names a class whose `forward` was called directly for the first time in `step`. `REDUCES` has the
+    file:line at which an optimizer reduces its gradients within `step`.
     """
 
     line: Literal["note"] = "note"

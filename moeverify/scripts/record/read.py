@@ -22,6 +22,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.report.numbers import format_range
 from moeverify.scripts.record.lines import (
     LINES,
+    REDUCES,
     VERSION,
     Drawn,
     Header,
@@ -70,6 +71,10 @@ class RankRecord:
     def steps(self) -> list[int]:
         """Return the complete recorded steps, i.e. those with the optimizer's update."""
         return sorted({step for step, kind, _ in self.values if kind == "update"})
+
+    def find_reduction(self, step: int) -> str:
+        """Return the file:line at which an optimizer reduces its gradients within a step; empty if none does."""
+        return next((each.text for each in self.notes if each.about == REDUCES and each.step == step), "")
 
     def read(self, line: Values) -> Tensor | None:
         """Return the local values of a tensor, or None if its values are not stored.

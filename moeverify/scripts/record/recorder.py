@@ -22,12 +22,13 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.checks import Kind
 from moeverify.scripts.record.draw import find_draw, list_batch
-from moeverify.scripts.record.lines import Header, Note, Rows, ScriptEnd
+from moeverify.scripts.record.lines import REDUCES, Header, Note, Rows, ScriptEnd
 from moeverify.scripts.record.listener import ModelListener, identify
 from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
 from moeverify.scripts.record.options import list_options
 from moeverify.scripts.record.outputs import ModuleOutputs
 from moeverify.scripts.record.rank_file import RankFile
+from moeverify.scripts.record.reductions import StepReductions
 from moeverify.scripts.record.replay import Pass, Replay, keep_batch
 from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
@@ -54,6 +55,7 @@ class ScriptRecorder(ModelListener):
         self._norms: dict[
             int, float
         ] = {}  # id of the parameter -> norm of its gradient after the last backward pass
+        self._reductions = StepReductions()
         self._target = 0
         self._forwards = (0, 0)  # step, and number of its training forward passes
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
@@ -129,12 +131,16 @@ class ScriptRecorder(ModelListener):
             )
             if id(shard.tensor) not in self._before:
                 self._before[id(shard.tensor)] = local_part(shard.tensor).detach().clone()
+        self._reductions.begin(self.model.shards_of(optimizer))
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Record the updates; after the last step of the settings, stop."""
         step = self._find_step(optimizer)
         if self.settings.includes(step):
+            site = self._reductions.end()
+            if site is not None:
+                self._open().add(Note(about=REDUCES, text=site, step=step))
             for shard in self.model.shards_of(optimizer):
                 self._stepped.add(id(shard.tensor))
                 change = local_part(shard.tensor).detach() - self._before[id(shard.tensor)]

@@ -28,6 +28,7 @@ from moeverify.parallel.regions.unseen import unseen
 P = ParamSpec("P")
 _Self = TypeVar("_Self", bound="Listener")
 _OURS = str(Path(__file__).parents[2])
+_INSTALLED = ("site-packages", "dist-packages")
 _TORCH = str(Path(torch.__file__).parent)
 DECORATORS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 """Files whose decorators wrap torch functions: their frames are between a torch function and its caller."""
@@ -182,8 +183,26 @@ def find_site() -> str:
 
 
 def describe_frame(frame: FrameType) -> str:
-    """Return the file:line that a frame executes."""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    """Return the file:line that a frame executes; in a library, its package and the script's line too.
+
+    For example `accelerate/optimizer.py:186 from train.py:52`.
+    """
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    package = _find_package(frame)
+    if not package:
+        return place
+    caller = frame.f_back
+    while caller is not None and (is_inner_file(caller.f_code.co_filename) or _find_package(caller)):
+        caller = caller.f_back
+    origin = "" if caller is None else f" from {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+    return f"{package}/{place}{origin}"
+
+
+def _find_package(frame: FrameType) -> str:
+    """Return the installed package of a frame's file, or an empty string for a script."""
+    folders = Path(frame.f_code.co_filename).parts[:-1]
+    at = next((number for number, each in enumerate(folders) if each in _INSTALLED), len(folders))
+    return "".join(folders[at + 1 : at + 2])
 
 
 def find_scale(scaler: object) -> float | None:

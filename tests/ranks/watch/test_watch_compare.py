@@ -88,6 +88,20 @@ def recordings(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -
     return Recordings(tmp_path_factory.mktemp("runs"), python)
 
 
+@pytest.fixture(scope="module")
+def reducing(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Path:
+    """Return a folder with runs of the script whose optimizer reduces, on one device and on two ranks."""
+    folder = tmp_path_factory.mktemp("reducing")
+    program = str(PROGRAMS / "train_reducing.py")
+    runs = {"one": python.command(), "two": python.torchrun(2)}
+    commands = {name: (*command, program) for name, command in runs.items()}
+    commands |= {bug: (*commands["two"], "--bug", bug) for bug in ("unreduced", "divisor")}
+    for name, command in commands.items():
+        done = watch(folder / name, *command, python=python.command())
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
 def origins(result: CaseResult) -> list[Finding]:
     return [finding for finding in result.findings if not finding.follows]
 
@@ -230,3 +244,19 @@ def test_a_full_disk_stops_the_recording_and_not_the_script(tmp_path: Path) -> N
     assert done.returncode == 0
     assert done.stdout.count("step ") == 2
     assert "recording stopped at step 0: OSError" in done.stderr
+
+
+def test_an_optimizer_may_reduce_gradients_that_the_script_divides(reducing: Path) -> None:
+    result = compare_runs(RecordedRun.read(reducing / "one"), RecordedRun.read(reducing / "two"))
+    assert result.verdict == "pass"
+    assert any("reduces gradients" in note and "train_reducing.py:" in note for note in result.notes)
+    assert next(check.tensors for check in result.checks if check.name == "update")
+
+
+@pytest.mark.parametrize(("bug", "check"), [("unreduced", "gradient"), ("divisor", "optimizer state")])
+def test_an_optimizer_that_reduces_hides_no_bug(reducing: Path, bug: str, check: str) -> None:
+    result = compare_runs(RecordedRun.read(reducing / "one"), RecordedRun.read(reducing / bug))
+    assert origins(result)[0].check == check
+    if bug == "unreduced":
+        assert origins(result)[0].explanation is not None
+        assert origins(result)[0].explanation.cause == Cause.MISSING_REDUCTION

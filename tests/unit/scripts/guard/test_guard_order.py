@@ -105,21 +105,31 @@ def test_an_optimizer_that_steps_on_the_gradients_of_a_scaled_loss_is_found() ->
     assert not find((*NEVER_UNSCALES, "scaler step", "optimizer step"), 4, scale=1024.0)
 
 
-def repeat_epoch(*, is_trained: bool, shuffles: bool = True, other: int = 0) -> list[str]:
+def shuffle_epochs(*iterations: tuple[int, bool], shuffles: bool = True) -> list[str]:
+    """Return the findings after iterations of a sampler, each with its epoch and whether a step is made on it."""
     order = CallOrder()
     sampler = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=shuffles)
-    order.begin_epoch(sampler, 0, "a")
-    order.end_epoch(sampler, int(is_trained))
-    sampler.set_epoch(other)
-    order.begin_epoch(sampler, 4, "a")
+    for epoch, is_trained in iterations:
+        sampler.set_epoch(epoch)
+        order.begin_epoch(sampler, "a")
+        for _ in range(2 * is_trained):
+            order.see_training()
+        order.end_epoch(sampler)
+        order.see_training()  # a step on other data
     return [finding.tensor for finding in order.find(4, 0)]
 
 
 def test_a_sampler_must_not_shuffle_two_epochs_of_training_alike() -> None:
-    assert repeat_epoch(is_trained=True) == ["same-epoch"]
-    assert not repeat_epoch(is_trained=False)  # of evaluation
-    assert not repeat_epoch(is_trained=True, shuffles=False)
-    assert not repeat_epoch(is_trained=True, other=1)
+    assert shuffle_epochs((0, True), (0, True)) == ["same-epoch"]
+    assert not shuffle_epochs((0, False), (0, False))  # of evaluation
+    assert not shuffle_epochs((0, True), (0, True), shuffles=False)
+    assert not shuffle_epochs((0, True), (1, True))
+    assert not shuffle_epochs((0, True), (1, True), (0, True))  # training of another model begins
+
+
+def test_an_iteration_without_a_step_is_no_epoch() -> None:
+    assert not shuffle_epochs((0, False), (0, True), (0, False), (1, True))  # looks at the first batch
+    assert shuffle_epochs((0, True), (0, False), (0, True)) == ["same-epoch"]
 
 
 def test_a_clip_without_a_limit_only_measures_the_norm() -> None:

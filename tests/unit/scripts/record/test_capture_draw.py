@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from moeverify.scripts.record.draw import find_draw
+from moeverify.scripts.record.draw import find_draw, list_batch
 
 
 def locate(tokens: Tensor) -> str:
@@ -44,3 +45,16 @@ def test_a_batch_in_a_container_and_one_that_was_drawn_before_the_loop() -> None
     batch = {"tokens": torch.ones(2, 3, dtype=torch.int64)}
     assert [locate(batch["tokens"])] == lines_of('batch = {"tokens": torch.ones(2, 3, dtype=torch.int64)}')
     assert locate(torch.ones(2, 3)) == ""
+
+
+def call_model(*args: object, **kwargs: object) -> list[str]:
+    """Return the names in the batch of a call, as torch's hooks find them."""
+    return list(list_batch(sys._getframe(0)))
+
+
+def test_a_batch_of_transformers_is_found_with_its_labels() -> None:
+    batch = UserDict({"input_ids": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2).long()})
+    assert [locate(batch["input_ids"])] == lines_of(
+        'batch = UserDict({"input_ids": torch.ones(2, 3, dtype=torch.int64), "labels": torch.ones(2).long()})'
+    )
+    assert any(name.endswith("batch.labels") for name in call_model(input_ids=batch["input_ids"]))
