@@ -50,16 +50,15 @@ class Alignment(KnownValues):
         """Return whether a value is known, is uninitialized memory or is an input of the batch."""
         op = self.joint.op(self.joint.maker(at))
         known = self.find(at)
-        if (
-            known is not None
-            and self._wrong_scale is not None
-            and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7)
-        ):
-            return False
-        is_compared = known is not None and not self.is_set(at)
-        if is_compared and (self._is_foreign(at) or not self._has_same_elements(at, known)):
+        if known is not None and not self._is_own(at, known):
             return False
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
+
+    def _is_own(self, at: At, known: Known) -> bool:
+        """Return whether a value has the elements and the scale that it has on one device, or was set by a change."""
+        if self._wrong_scale is not None and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7):
+            return False
+        return self.is_set(at) or (self._has_same_elements(at, known) and not self._is_foreign(at))
 
     def _has_same_elements(self, at: At, known: Known) -> bool:
         """Return whether ranks compute the same elements as the single device at the same line and module.

@@ -249,7 +249,10 @@ class Upstream:
         before = {op[1] for op in walk_back(joint, [first], reads, _MOST_FOLLOWED)}
         draws = [op for op in joint.programs[rank].ops[: first[1]] if op.step == step and is_draw(op)]
         # The line may take a number, which no operator passes on.
-        if any(op.number in before or own & {(site.file, site.line) for site in op.sites} for op in draws):
+        is_taken = any(
+            op.number in before or own & {(site.file, site.line) for site in op.sites} for op in draws
+        )
+        if is_taken or is_draw(joint.op(first)):
             for sites in (self._lines.sites((rank, op.number)) for op in draws):
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("draw", sites)

@@ -10,7 +10,7 @@ import torch
 from recordings import make, record_call
 from torch import Tensor, nn
 
-from moeverify.explain import align
+from moeverify.explain import known
 from moeverify.explain.counterparts import Counterparts
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.describe import list_numbers
@@ -116,7 +116,7 @@ def test_another_size_of_a_new_tensor_proves_nothing() -> None:
 
 def test_the_axis_of_a_missing_reduction_is_that_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     # Ranks (0, 1) and (2, 3) hold the same parts: all four are wrong, and two add up. The layout has these groups.
-    monkeypatch.setattr(align, "_list_groups", lambda joint: [(0, 1), (2, 3)])
+    monkeypatch.setattr(known, "_list_groups", lambda joint: [(0, 1), (2, 3)])
 
     def scaled(factor: Tensor) -> Program:
         recorder, x = Recorder(), make(8, 4)
