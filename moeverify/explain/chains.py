@@ -86,7 +86,7 @@ def list_of_step(joint: Joint, values: Iterable[At]) -> list[At]:
 
 def list_ancestors(joint: Joint, op: At, depth: int) -> Iterator[At]:
     """Yield the floating-point operands of an operator, and the values that these were moved from."""
-    for at in joint.reads(op):
+    for at in joint.own_reads(op):  # of a collective, not those of other ranks
         if joint.value(at).is_floating:
             yield at
             maker = joint.maker(at)

@@ -219,6 +219,8 @@ class Culprit(Record):
                 return Cause.PERMUTATION
             if _is_stale(self.taken, self.right):
                 return Cause.STALE
+        if self.mechanism == "removed" and self.here.operator.endswith("_"):
+            return Cause.STATE  # a write that one device does not make
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import Cause
-from moeverify.explain.chains import list_reduced_modules
+from moeverify.explain.chains import list_ancestors, list_reduced_modules
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
@@ -51,6 +51,13 @@ def test_a_module_whose_parts_are_added_up_is_reduced(error: float, is_used: boo
     ranks = [make_program(each, whole * 2 + error, is_used=is_used) for each in (part, whole - part)]
     alignment = Alignment(Joint(ranks), make_program(whole, None))
     assert list_reduced_modules(alignment) == modules
+
+
+def test_the_operands_of_a_collective_are_those_of_the_own_rank() -> None:
+    whole, part = make(6, 4), make(6, 4, seed=1)
+    joint = Joint([make_program(each, whole * 2) for each in (part, whole - part)])
+    assert len(joint.reads((1, 2))) == 2
+    assert list(list_ancestors(joint, (1, 2), 0)) == [(1, 1)]
 
 
 @pytest.mark.parametrize("module", ["", "other"])

@@ -18,6 +18,7 @@ from moeverify.explain.cuts import list_cuts
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Joint
 from moeverify.explain.program import Program
+from moeverify.results.cause import Cause
 from moeverify.results.culprit import Culprit
 
 Run = Callable[[int, Tensor], Tensor]
@@ -217,7 +218,8 @@ def test_of_two_writes_that_one_device_makes_later_the_last_one_is_named() -> No
     )
     (cause,) = (explainer := Explainer([ranks], one, 0, [])).explain(30.0)
     culprit = Culprits(explainer, {}).make(cause)
-    assert (culprit.mechanism, expression_of(culprit)) == ("removed", "bias.add_(seen.mean() - seen)")
+    assert (culprit.mechanism, culprit.code) == ("removed", Cause.STATE)
+    assert expression_of(culprit) == "bias.add_(seen.mean() - seen)"
 
 
 def test_zeros_are_traced_through_moves_to_the_operator_that_made_them() -> None:
