@@ -15,7 +15,7 @@ from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
-from moeverify.explain.program import Mark
+from moeverify.explain.program import HIDDEN, Mark
 from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
 
@@ -60,8 +60,8 @@ class Origins:
             maker = self._joint.maker(at)
             if not bool(lost.any()) or self._joint.op(maker).meeting is not None:
                 return None
-            if not self._joint.reads(maker):
-                return maker  # it makes zeros
+            if not self._joint.reads(maker):  # it makes zeros
+                return None if self._joint.op(maker).short in HIDDEN else maker
             shares = {}
             for read in self._joint.reads(maker):
                 value = self._alignment.data(read)

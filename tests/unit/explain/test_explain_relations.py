@@ -17,7 +17,7 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 
 
-@pytest.mark.parametrize(("dtype", "cause"), [(torch.bfloat16, Cause.ROUNDING), (None, Cause.FORWARD)])
+@pytest.mark.parametrize(("dtype", "cause"), [(torch.bfloat16, Cause.ROUNDING), (None, Cause.STATE)])
 def test_a_write_that_rounds_is_told_from_another(dtype: torch.dtype | None, cause: Cause) -> None:
     def copy(sums: Tensor) -> None:
         sums.copy_(sums.sin() if dtype is None else sums.to(dtype))
