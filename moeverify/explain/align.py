@@ -50,11 +50,11 @@ class Alignment(KnownValues):
         """Return whether a value is known, is uninitialized memory or is an input of the batch."""
         op = self.joint.op(self.joint.maker(at))
         known = self.find(at)
-        if known is not None and not self._is_own(at, known):
+        if known is not None and not self._belongs(at, known):
             return False
         return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
 
-    def _is_own(self, at: At, known: Known) -> bool:
+    def _belongs(self, at: At, known: Known) -> bool:
         """Return whether a value has the elements and the scale that it has on one device, or was set by a change."""
         if self._wrong_scale is not None and math.isclose(known.scale, self._wrong_scale, rel_tol=1e-7):
             return False

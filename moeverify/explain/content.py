@@ -325,12 +325,10 @@ class Elements:
         if root not in self._sorted:
             own = self._flat(root)
             values, order = torch.sort(own, stable=True)
-            finite = own[own.isfinite()]
-            self._sorted[root] = (values, order, float(finite.square().mean().sqrt()) if len(finite) else 0.0)
+            self._sorted[root] = values, order, _measure_size(own)
         values, order, size = self._sorted[root]
         width = _width_of(flat, size)
-        after = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
-        before = (after - 1).clamp(min=0)
+        before, after = _list_neighbors(values, flat)
         nearest = torch.where((values[after] - flat).abs() <= (values[before] - flat).abs(), after, before)
         is_found = ((values[nearest] - flat).abs() <= width) | (values[nearest] == flat)
         base = self._bases[self._places[root]]
@@ -415,12 +413,21 @@ def are_among(numbers: Tensor, values: Tensor) -> Tensor:
     """Return whether each number is one of the sorted `values`, up to `TOLERANCE`. Shape of `numbers`."""
     if not len(values):
         return torch.zeros_like(numbers, dtype=torch.bool)
-    after = torch.searchsorted(values, numbers).clamp(max=len(values) - 1)
-    before = (after - 1).clamp(min=0)
+    before, after = _list_neighbors(values, numbers)
     nearest = torch.minimum((values[after] - numbers).abs(), (values[before] - numbers).abs())
+    return (nearest <= _width_of(numbers, _measure_size(values))) | (values[after] == numbers)
+
+
+def _list_neighbors(values: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of the sorted `values` before and after each number, both within `values`."""
+    after = torch.searchsorted(values, numbers).clamp(max=len(values) - 1)
+    return (after - 1).clamp(min=0), after
+
+
+def _measure_size(values: Tensor) -> float:
+    """Return the root mean square of the finite elements of a tensor; 0 if it has none."""
     finite = values[values.isfinite()]
-    size = float(finite.square().mean().sqrt()) if len(finite) else 0.0
-    return (nearest <= _width_of(numbers, size)) | (values[after] == numbers)
+    return float(finite.square().mean().sqrt()) if len(finite) else 0.0
 
 
 def _width_of(data: Tensor, size: float) -> Tensor:
@@ -488,7 +495,6 @@ def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, lis
 
 def fingerprint(data: Tensor) -> object:
     """Return a hash of a tensor's dtype, shape and bytes."""
-    flat = (
-        data.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    )  # one element may have any stride
+    # A copy, since one element may have any stride.
+    flat = data.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return str(data.dtype), tuple(data.shape), hash(bytes(flat.view(torch.uint8).numpy()))

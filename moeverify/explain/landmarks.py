@@ -76,9 +76,10 @@ class Landmarks:
         for rank in sorted({at[0] for at in targets}):
             ends = [(rank, number) for number, name in self.by_rank[rank].items() if name in self._right]
             ends = [at for at in ends if joint.maker(at) in before and alignment.tells(at)]
-            ends = [at for at in ends if not alignment.is_part_of_wrong(at)]
             for at in ends:
-                if not self.is_right(at, alignment) and not self.is_recovered(at, alignment, targets):
+                if self.is_right(at, alignment) or alignment.is_part_of_wrong(at):
+                    continue
+                if not self.is_recovered(at, alignment, targets):
                     found.append(at)
                     break
         return found

@@ -67,9 +67,11 @@ class Origins:
                 value = self._alignment.data(read)
                 if value is not None and value.is_floating_point() and value.numel() == lost.numel():
                     shares[read] = float((value.reshape(-1)[lost] == 0).double().mean())
-            at = max(shares, key=lambda each: shares[each], default=at)
-            if not shares or shares[at] < 1 - _FEW:  # else it takes these zeros
-                return maker if shares and shares[at] < _FEW else None
+            if not shares:
+                return None
+            at = max(shares, key=lambda each: shares[each])
+            if shares[at] < 1 - _FEW:  # else it takes these zeros
+                return maker if shares[at] < _FEW else None
         return None
 
     def _trace_moved(self, at: At, places: Tensor) -> tuple[At, Tensor]:
