@@ -199,7 +199,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         callers=tuple(line for line in dict.fromkeys(lines) if line not in direct),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(culprit["axes"])),
-        is_location_only=not culprit["proved"],
+        is_location_only=not culprit["proved"] or _is_value_alone(culprit),
         shown=tuple(
             dict.fromkeys(
                 [
@@ -210,6 +210,13 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
             )
         ),
     )
+
+
+def _is_value_alone(culprit: Mapping[str, Any]) -> bool:
+    """Return whether only a wrong value is claimed: at a line of one device too, or without a known origin."""
+    lines = [(each or {}).get("line") or {} for each in (culprit["here"], culprit.get("there"))]
+    (own, other) = [(line.get("file"), line.get("line")) for line in lines]
+    return own == other != (None, None) or (culprit["mechanism"] == "operand" and not culprit["taken"])
 
 
 _KIND_OF_MECHANISM = {

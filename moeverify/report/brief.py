@@ -98,7 +98,7 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
         bound=finding.bound,
         code=finding.code,
         mechanism=culprit.mechanism if culprit is not None else "",
-        proved=culprit is not None and culprit.proved,
+        proved=culprit is not None and culprit.names_cause,
         cause=_cut(describe_cause(finding), limits),
         where=_cut(describe_where(finding), limits),
         lines=tuple(_cut(line, limits) for line in list_lines(culprit)[: limits.lines]),
@@ -109,12 +109,13 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
 def list_lines(culprit: Culprit | None) -> list[str]:
     """Return `file:line: code` of the first wrong operation, its counterpart, and the lines to look at.
 
-    These are the moves of a wrong operand, its origins, each with the line that calls its function, and the
-    lines between or around.
+    If only a wrong input is known, its maker comes first. The lines to look at are the moves of a wrong operand,
+    its origins, each with the line that calls its function, and the lines between or around.
     """
     if culprit is None:
         return []
-    first = [each for each in (culprit.here, culprit.made, culprit.there) if each is not None]
+    brought = (culprit.here, culprit.made) if culprit.names_cause else (culprit.made, culprit.here)
+    first = [each for each in (*brought, culprit.there) if each is not None]
     own = [operation.line for operation in (*first, *culprit.moves)]
     origins = [line for each in culprit.origins for line in (each.line, each.caller)]
     others = [each.line for each in (*culprit.others, *culprit.between)]

@@ -19,9 +19,9 @@ class BriefFinding(Record):
     """A finding that follows from no other. `number` is its number for `moeverify explain RUN`.
 
     `code` is the code of its cause and `mechanism` that of its culprit; `moeverify explain CODE` describes
-    both. With `proved`, a repair of the first of `lines` made the results right. `lines` are those of the
-    first wrong operation, then of its counterpart on one device, then moves of a wrong operand, lines to look at
-    with their callers, and others with the same mistake.
+    both. With `proved`, a repair of the first of `lines` made the results right. `lines` are those of the first
+    wrong operation, or of the maker of its wrong input, then of its counterpart on one device, then moves of a
+    wrong operand, lines to look at with their callers, and others with the same mistake.
     """
 
     number: int

@@ -162,7 +162,8 @@ class Culprit(Record):
 
     `proved` means that the ranks' program was executed with the change that `mechanism` names. This change
     made the tensors in `repaired`, which the training loop exposes, correct up to the relative error
-    `residual`. With `is_local`, the change corrects only the result of `here`, and more operations are wrong.
+    `residual`. Without `names_cause`, it proves which value is wrong, not why. With `is_local`, the change
+    corrects only the result of `here`, and more operations are wrong.
 
     `operand` is the index of the wrong operand; its value is `taken` and should be `right`. `made` is the
     operation of the rank that computed `taken`. For the mechanism `written` it is the operation that wrote
@@ -207,6 +208,21 @@ class Culprit(Record):
     between: tuple[Operation, ...] = ()
     origins: tuple[Origin, ...] = ()
     absent: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def is_line_shared(self) -> bool:
+        """Return whether one device executes the line of `here` too, so that the line is right."""
+        own, other = (None if each is None else each.line for each in (self.here, self.there))
+        return own is not None and other is not None and (own.file, own.line) == (other.file, other.line)
+
+    @property
+    def names_cause(self) -> bool:
+        """Return whether the proved change is one of the code, not only of a value that was made elsewhere.
+
+        That is so if one device executes the line too, or if no value of one device equals the wrong operand.
+        """
+        is_unknown = self.mechanism == "operand" and self.taken is None
+        return self.proved and not (self.is_line_shared or is_unknown)
 
     @property
     def code(self) -> Cause:

@@ -38,13 +38,23 @@ def list_culprit(culprit: Culprit) -> list[Row]:
         headline = f"{', '.join(culprit.results)} returns another value than on one device"
         rows = [(_HERE, operation), *rows]
     else:
-        about = _ABOUT.get(culprit.mechanism, "its inputs match")
-        headline = f"first wrong operation: {operation}; {about}"
+        headline = _describe_first(culprit, operation)
     proof = _describe_proof(culprit)
     rows += [(_PROOF, proof)] if proof else []
     if lines := _list_between(culprit):
         rows.append((_LINES, ", ".join(lines)))
     return [(_CAUSE, headline), *rows]
+
+
+def _describe_first(culprit: Culprit, operation: str) -> str:
+    """Return the headline of the first wrong operation, or of the first wrong value that a right line takes."""
+    about = _ABOUT.get(culprit.mechanism, "its inputs match")
+    if culprit.names_cause or not culprit.proved:
+        return f"first wrong operation: {operation}; {about}"
+    too = "one device executes this line too" if culprit.is_line_shared else ""
+    if (value := _TAKEN.get(culprit.mechanism)) is None:
+        return f"first wrong operation: {operation}; {about}, and {too}"
+    return f"first wrong {value}: in {operation}; {too and f'{too}, so '}the mistake is where the {value} is made"
 
 
 def _list_between(culprit: Culprit) -> list[str]:
@@ -164,6 +174,9 @@ _ABOUT: Mapping[Mechanism, str] = {
     "written": "its values are from before the first step",
 }
 """State of the inputs in the headline, for mechanisms where not all of them match."""
+
+_TAKEN: Mapping[Mechanism, str] = {"operand": "input", "whole": "input", "number": "number"}
+"""Mechanisms of a value that an operation takes, and its name."""
 
 
 def _show_lines(title: str, line: CodeLine) -> list[str]:
@@ -387,13 +400,15 @@ def _describe_proof(culprit: Culprit) -> str:
         )
     if not culprit.proved:
         return "only the place is known: the mistake is between right inputs and the first wrong result"
+    taken = None if culprit.names_cause else _TAKEN.get(culprit.mechanism)
+    change = "that change" if taken is None else f"the right {taken}"
     if culprit.is_local:
-        return "executed with that change, its result equals that of one device"
+        return f"executed with {change}, its result equals that of one device"
     names = list(culprit.repaired[:_MOST_REPAIRED])
     if len(culprit.repaired) > _MOST_REPAIRED:
         names.append(format_count(len(culprit.repaired) - _MOST_REPAIRED, "more result"))
     if not names:
-        return "executed with that change, the next results equal one device"
+        return f"executed with {change}, the next results equal one device"
     left = "" if culprit.residual is None else f" ({culprit.residual:.0e})"
     verb = "equals" if len(names) == 1 else "equal"
-    return f"executed with that change, {', '.join(names)} {verb} one device{left}"
+    return f"executed with {change}, {', '.join(names)} {verb} one device{left}"

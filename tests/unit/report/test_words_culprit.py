@@ -162,6 +162,31 @@ def test_a_mechanism_is_told_with_its_line(mechanism: Mechanism) -> None:
     assert not text.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "cause"),
+    [
+        ("operand", "first wrong input: in {}; {}, so the mistake is where the input is made"),
+        ("number", "first wrong number: in {}; {}, so the mistake is where the number is made"),
+        ("scale", "first wrong operation: {}; its inputs match, and {}"),
+    ],
+)
+def test_a_line_of_one_device_is_not_named_as_the_cause(mechanism: Mechanism, cause: str) -> None:
+    culprit = make(mechanism, taken=WEIGHT, right=MADE, there=THERE.model_copy(update={"line": HERE.line}))
+    operation = "`x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1"
+    assert list_culprit(culprit)[0] == ("cause", cause.format(operation, "one device executes this line too"))
+    assert not culprit.names_cause
+
+
+def test_an_operand_without_a_counterpart_was_made_wrongly_before() -> None:
+    culprit = make("operand", right=MADE, there=THERE)
+    assert "ranks 0, 1; the mistake is where the input is made" in list_culprit(culprit)[0][1]
+    assert ("proof", "executed with the right input, loss/total equals one device (1e-15)") in list_culprit(
+        culprit
+    )
+    assert not culprit.names_cause
+    assert make("operand", taken=WEIGHT, right=MADE, there=THERE).names_cause
+
+
 def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> None:
     culprit = make("moved", results=("weight/w",), taken=WEIGHT, moves_there=(THERE, OTHER))
     rows = [
