@@ -166,7 +166,13 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
     # For a missing operation, a first sighting, or the ends of a race, no line is wrong by itself.
-    is_seen = bool(culprit["results"]) or culprit["mechanism"] in ("total", "reduction", "race", "written")
+    is_seen = bool(culprit["results"]) or culprit["mechanism"] in (
+        "total",
+        "reduction",
+        "group",
+        "race",
+        "written",
+    )
     # A write that one device does not do belongs to a pass that it does not run: its line may be right.
     is_seen = is_seen or (culprit["mechanism"] == "removed" and here["operator"].endswith("_"))
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
@@ -223,6 +229,7 @@ _KIND_OF_MECHANISM = {
     "total": "reduction",
     "share": "reduction",
     "reduction": "reduction",
+    "group": "reduction",
     "scale": "scale",
     "moved": "elsewhere",
     "race": "race",

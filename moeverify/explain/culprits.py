@@ -27,6 +27,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op, list_refs
+from moeverify.explain.regroup import name_ranks
 from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
@@ -47,25 +48,18 @@ _OF_TENSORS = frozenset(
 )
 """Mechanisms that leave no number, group or flag in doubt."""
 
-Groups = Mapping[str, Sequence[Sequence[int]]]
-
 
 class Culprits:
-    """Converter of causes to records.
+    """Converter of causes to records. `sizes` has the named sizes of the run."""
 
-    `groups` has the rank groups of each mesh axis, `sizes` the named sizes of the run.
-    """
-
-    def __init__(
-        self, explainer: Explainer, groups: Groups, sizes: Mapping[str, float] | None = None
-    ) -> None:
+    def __init__(self, explainer: Explainer, sizes: Mapping[str, float] | None = None) -> None:
         self._sizes = dict(sizes or {})
         self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._right = explainer.right
         self._origins = Origins(self._alignment, self._one)
         self._upstream = Upstream(self._alignment, self._one, explainer.right)
-        self._groups = groups
+        self._groups = explainer.groups
 
     def trace(self, culprit: Culprit, cause: Cause) -> Culprit:
         """Return the record of a cause with the lines from which it may come."""
@@ -283,10 +277,13 @@ class Culprits:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
-        if edit.kind == "removed":
-            return {"rounds_to": self._find_rounding(first)}
-        if edit.kind == "number":
-            return {"numbers": edit.numbers or list_differences(op, other)}
+        if edit.kind in ("removed", "share"):
+            known = [self._alignment.find(at) for at in self._joint.own_reads(first) if edit.kind == "share"]
+            over = [part for each in known if each is not None for part in each.over]
+            return {"axes": self.name_over(over), "rounds_to": "" if over else self._find_rounding(first)}
+        if edit.kind in ("group", "number"):
+            axes = edit.numbers[0] if edit.kind == "group" else ()
+            return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
         if taken is None or edit.kind == "value":
             return {}
@@ -382,13 +379,9 @@ class Culprits:
         """
         if not over:
             return ()
-        ranks = sorted({rank for rank, _ in over})
-        found = [
-            axis for axis, groups in self._groups.items() if any(sorted(group) == ranks for group in groups)
-        ]
-        if not found and len(ranks) > 1:
-            found = [f"ranks {', '.join(map(str, ranks))}"]
-        return tuple(found[:1]) + (("micro-batches",) if len(over) > len(ranks) else ())
+        ranks = {rank for rank, _ in over}
+        found = (name_ranks(self._groups, list(ranks)),) if len(ranks) > 1 else ()
+        return found + (("micro-batches",) if len(over) > len(ranks) else ())
 
 
 def _list_taken(cause: Cause) -> list[At]:

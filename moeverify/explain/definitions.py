@@ -22,6 +22,7 @@ _MOST_FOLLOWED = 40
 _MOST_FRAMES = 3
 """Maximum number of calling functions whose conditions are followed."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_NAMES, _ALL = (ast.Name, ast.Attribute), (ast.expr,)
 _LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -120,8 +121,10 @@ class Definitions:
                 uses.append(_Use(taken or node, scope, _line(node)))
             if depth < _MOST_FRAMES:
                 conditions += [_Use(test, scope, _line(node)) for test in _list_conditions(scope.file, node)]
-        found = dict.fromkeys(self._follow(uses, skips_calls=is_of_tensors))
-        return list(found or dict.fromkeys(self._follow(conditions, is_of_python=of_conditions)))
+        found = dict.fromkeys(
+            self._follow(uses, skips_calls=is_of_tensors, plain=_ALL * (keyword == "group"))
+        )
+        return list(found or dict.fromkeys(self._follow(conditions, plain=_NAMES * of_conditions)))
 
     def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which two calls of a stack run, those of the outer one first."""
@@ -172,11 +175,11 @@ class Definitions:
         return found[::-1]
 
     def _follow(
-        self, uses: Sequence[_Use], *, skips_calls: bool = False, is_of_python: bool = False
+        self, uses: Sequence[_Use], *, skips_calls: bool = False, plain: tuple[type[ast.expr], ...] = ()
     ) -> Iterator[Site]:
         """Yield the lines that define the values of expressions, breadth first.
 
-        With `is_of_python`, names and attributes have no tensors, also in lines that make tensors.
+        Expressions of the types `plain` have no tensors, also in lines that make tensors.
         """
         waiting = deque(uses)
         seen: set[tuple[ast.expr, _Function | None]] = set()
@@ -187,13 +190,12 @@ class Definitions:
                     continue
                 for value, scope, is_shown in self._define(node, use):
                     key = (value, scope.function)
-                    is_name = is_of_python and isinstance(value, ast.Name | ast.Attribute)
-                    is_passed = not is_name and self._passes(scope.file.path, _line(value))
+                    is_passed = not isinstance(value, plain) and self._passes(scope.file.path, _line(value))
                     if key in seen or is_passed:
                         continue
                     seen.add(key)
-                    is_set = is_of_python and _is_set_elsewhere(scope.file, value)
-                    if is_shown and (is_set or not _is_plain(value)):
+                    is_choice = isinstance(value, plain) and _is_choice(scope.file, value)
+                    if is_shown and (is_choice or not _is_plain(value)):
                         yield _site(scope, value)
                     waiting.append(_Use(value, scope, _line(value)))
 
@@ -203,7 +205,7 @@ class Definitions:
             name = node.args[1] if len(node.args) > 1 else None
             if isinstance(name, ast.Constant):
                 found = self._attributes.get(str(name.value), ())
-                yield from ((value, scope, True) for value, scope in found)
+                yield from ((value, scope, True) for value, scope, _ in found)
         elif isinstance(node, ast.Call):
             yield from self._list_returned(node, use)
         elif isinstance(node, ast.Attribute):
@@ -239,27 +241,28 @@ class Definitions:
         """Yield the arguments for a parameter in the known call of a function, or else in all calls by its name."""
         if isinstance(function, ast.Lambda):
             return
-        owner = _class_of(_Scope(scope.file, function))
+        owner, names = _class_of(_Scope(scope.file, function)), _parameters(function)
         wanted = owner.name if owner is not None and function.name == "__init__" else function.name
-        calls = [scope.call] if scope.call is not None else self._calls.get(wanted, [])
+        calls = self._calls.get(wanted, []) if scope.call is None else [scope.call]
+        if owner is not None and function.name == "forward" and names[:1] == ["ctx"]:  # of autograd.Function
+            calls = [
+                each for each in self._calls.get("apply", ()) if _name_owner(each.node.func) == owner.name
+            ]
         for call in calls:
-            names = _parameters(function)
             is_bound = owner is not None and names[:1] in (["self"], ["cls"], ["ctx"])
             value = _find_argument(call.node, name, names[is_bound:])
             if value is not None:
                 yield value, call.scope, isinstance(value, ast.Attribute) or scope.call is None
 
     def _list_attribute(self, node: ast.Attribute, scope: _Scope) -> Iterator[tuple[ast.expr, _Scope, bool]]:
-        """Yield the values assigned to an attribute, those of the same class if it is one of `self`."""
+        """Yield the values assigned to an attribute, those of its class if that is known."""
         found = [
-            (value, at)
-            for value, at in self._attributes.get(node.attr, ())
-            if self._is_executed(at.file, value)
+            each for each in self._attributes.get(node.attr, ()) if self._is_executed(each[1].file, each[0])
         ]
-        own = _class_of(scope) if isinstance(node.value, ast.Name) and node.value.id == "self" else None
-        inside = [each for each in found if own is not None and _class_of(each[1]) is own]
-        is_all = all(isinstance(value, ast.Constant) for value, _ in inside)
-        yield from ((value, at, True) for value, at in (found if is_all else inside))
+        own = _name_class(node.value, scope)
+        inside = [each for each in found if own and each[2] == own]
+        is_all = all(isinstance(value, ast.Constant) for value, _, _ in inside)
+        yield from ((value, at, True) for value, at, _ in (found if is_all else inside))
 
     def _list_returned(self, node: ast.Call, use: _Use) -> Iterator[tuple[ast.expr, _Scope, bool]]:
         """Yield the values that a function of the user returns."""
@@ -290,20 +293,23 @@ class Definitions:
         return found
 
     @cached_property
-    def _attributes(self) -> dict[str, list[tuple[ast.expr, _Scope]]]:
-        """Values that are assigned to attributes or passed as fields of classes, by name."""
+    def _attributes(self) -> dict[str, list[tuple[ast.expr, _Scope, str]]]:
+        """Values that are assigned to attributes or passed as fields of classes, by name, with the class if known."""
         found = defaultdict(list)
         for file in self._files.values():
             for node in ast.walk(file.tree):
                 for target, value in _list_targets(node):
                     if isinstance(target, ast.Attribute):
-                        found[target.attr].append((value, _Scope(file, file.function_of(node))))
-            for each in ast.walk(file.tree):
-                if isinstance(each, ast.ClassDef):
-                    for call in self._calls.get(each.name, ()):
-                        for keyword in call.node.keywords:
-                            if keyword.arg is not None:
-                                found[keyword.arg].append((keyword.value, call.scope))
+                        scope = _Scope(file, file.function_of(node))
+                        found[target.attr].append((value, scope, _name_class(target.value, scope)))
+                if isinstance(node, ast.ClassDef):
+                    fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+                    names = [each.id for each in fields if isinstance(each, ast.Name)]
+                    for call in self._calls.get(node.name, ()):
+                        given = {each.arg for each in call.node.keywords if each.arg is not None}
+                        for name in (*names, *sorted(given.difference(names))):
+                            if (passed := _find_argument(call.node, name, names)) is not None:
+                                found[name].append((passed, call.scope, node.name))
         return found
 
 
@@ -339,12 +345,14 @@ def _is_plain(value: ast.expr) -> bool:
     return is_empty or isinstance(value, ast.Constant | ast.Name)
 
 
-def _is_set_elsewhere(file: _File, value: ast.expr) -> bool:
-    """Return whether a name is assigned to an attribute of another object than `self`."""
+def _is_choice(file: _File, value: ast.expr) -> bool:
+    """Return whether a name is assigned under a condition, or to an attribute of another object than `self`."""
     parent = file.parents.get(value)
-    targets = parent.targets if isinstance(parent, ast.Assign) and isinstance(value, ast.Name) else []
-    owners = [each.value for each in targets if isinstance(each, ast.Attribute)]
-    return any(not (isinstance(owner, ast.Name) and owner.id == "self") for owner in owners)
+    if not (isinstance(parent, ast.Assign) and isinstance(value, ast.Name)):
+        return False
+    owners = [each.value for each in parent.targets if isinstance(each, ast.Attribute)]
+    is_set = any(not (isinstance(owner, ast.Name) and owner.id == "self") for owner in owners)
+    return is_set or isinstance(file.parents.get(parent), ast.If)
 
 
 def _is_looped(file: _File, value: ast.expr) -> bool:
@@ -355,6 +363,22 @@ def _is_looped(file: _File, value: ast.expr) -> bool:
 def _class_of(scope: _Scope) -> ast.ClassDef | None:
     parent = scope.file.parents.get(scope.function) if scope.function is not None else None
     return parent if isinstance(parent, ast.ClassDef) else None
+
+
+def _name_class(owner: ast.expr, scope: _Scope) -> str:
+    """Return the class of the object `owner`: that of `self` or `ctx`, or of an annotated parameter; else empty."""
+    name, own = getattr(owner, "id", ""), _class_of(scope)
+    if name in ("self", "ctx"):
+        return own.name if own is not None else ""
+    args = ast.walk(scope.function.args) if scope.function is not None else ()
+    found = (each.annotation for each in args if isinstance(each, ast.arg) and each.arg == name)
+    return str(getattr(next(found, None), "id", ""))
+
+
+def _name_owner(called: ast.expr) -> str:
+    """Return the name before the last dot of a called function."""
+    owner = called.value if isinstance(called, ast.Attribute) else None
+    return str(getattr(owner, "id", getattr(owner, "attr", "")))
 
 
 def _parameters(function: _Function) -> list[str]:

@@ -30,13 +30,14 @@ Kind = Literal[
     "inserted",
     "returned",
     "scale",
+    "group",
     "value",
 ]
 """The kinds of edits.
 
 An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
 value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
-result, or divides an operand by its factor.
+result, divides an operand by its factor, or gives a collective another group.
 """
 
 

@@ -33,6 +33,7 @@ from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
+from moeverify.explain.regroup import Groups, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
@@ -74,9 +75,20 @@ class _Stretch:
 
 
 class Explainer:
-    """Search for the causes of wrong results, given the programs of the ranks and of the single device."""
+    """Search for the causes of wrong results, given the programs of the ranks and of the single device.
 
-    def __init__(self, programs: Sequence[Program], one: Program, step: int, scales: Sequence[float]) -> None:
+    `scales` are factors by which a layout may multiply values, and `groups` the rank groups of each mesh axis.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        one: Program,
+        step: int,
+        scales: Sequence[float],
+        groups: Groups | None = None,
+    ) -> None:
+        self.groups = groups or {}
         self.joint = Joint(programs, list_constants(one))
         self.step = step
         self.alignment = Alignment(self.joint, one, scales)
@@ -249,10 +261,13 @@ class Explainer:
         return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
 
     def _explain_sum(self, summed: Cause, state: Execution, end: float) -> tuple[list[Cause], Execution]:
-        """Return the write without which a wrong sum is right, if there is one, else the sum."""
+        """Return the write or group without which a wrong sum is right, if there is one, else the sum."""
         self._tell_place(summed)
-        skipped = list_skipped_writes(self.alignment, summed.stretch, trusts=True) if self._proves else ()
-        found = self._try(skipped, summed.targets[0], summed.stretch, state, end)
+        edits = itertools.chain(
+            list_skipped_writes(self.alignment, summed.stretch, trusts=True),
+            list_regroupings(self.alignment, self.groups, summed.ops),
+        )
+        found = self._try(edits if self._proves else (), summed.targets[0], summed.stretch, state, end)
         if found is not None:
             found[0][0].sums = summed.sums
         return ([summed], state) if found is None else found
@@ -316,7 +331,9 @@ class Explainer:
                 for edit in list_returns(alignment, self.one, self.landmarks, ops)
                 if all(self.alignment.find(at) is not None for at in edit.changes.values)
             )
-            for edit in itertools.chain(returns, list_edits(alignment, self.one, counterparts, ops)):
+            regrouped = list_regroupings(alignment, self.groups, ops, widens=True)
+            edits = list_edits(alignment, self.one, counterparts, ops)
+            for edit in itertools.chain(regrouped, returns, edits):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1

@@ -214,6 +214,21 @@ class Execution:
         execution = cls(joint, Changes(values=dict(brought)), set())
         return execution._meet(op, joint.op(op))
 
+    @classmethod
+    def meet_over(
+        cls, joint: Joint, op: At, members: Sequence[At], read: Callable[[At], Tensor | None]
+    ) -> list[Tensor]:
+        """Return the outputs of a collective on one rank if other calls, in the order of a group, took part.
+
+        `read` returns the data of an operand. Raises: NotExecutable.
+        """
+        brought = [
+            [read((rank, number)) for number in joint.op((rank, each)).refs()] for rank, each in members
+        ]
+        return _meet_with(
+            joint.op(op), [joint.op(each) for each in members], brought, list(members).index(op)
+        )
+
     def changed(self) -> Mapping[At, Tensor]:
         """Return the data of all changed values."""
         return self._data
@@ -268,26 +283,31 @@ class Execution:
         if kind == "send":
             return []
         if kind == "recv":
-            sender = members.get(ranks[recorded.meeting.source])
-            if sender is None:
+            sender = ranks[recorded.meeting.source]
+            if sender not in members:
                 raise NotExecutable("a message that nobody sent")
-            flat = self._brought(ranks[recorded.meeting.source], sender)[0].reshape(-1)
-        else:
-            if set(ranks) - set(members):
-                raise NotExecutable("a collective that not all ranks issued")
-            brought = [self._brought(rank, members[rank]) for rank in ranks]
-            options = [members[rank].kwargs for rank in ranks]
-            try:
-                flat = meet(kind, options, brought, ranks.index(op[0]))
-            except RuntimeError as error:  # changes may give inputs other sizes
-                raise NotExecutable(str(error)) from error
-        return _cut(flat, recorded.kwargs["shapes"])
+            sent = self.data((sender, next(members[sender].refs())))
+            if sent is None:
+                raise NotExecutable("value was not kept")
+            return _cut(sent.reshape(-1), recorded.kwargs["shapes"])
+        if set(ranks) - set(members):
+            raise NotExecutable("a collective that not all ranks issued")
+        brought = [[self.data((rank, number)) for number in members[rank].refs()] for rank in ranks]
+        return _meet_with(recorded, [members[rank] for rank in ranks], brought, ranks.index(op[0]))
 
-    def _brought(self, rank: int, op: Op) -> list[Tensor]:
-        found = [self.data((rank, number)) for number in op.refs()]
-        if any(each is None for each in found):
-            raise NotExecutable("value was not kept")
-        return [each for each in found if each is not None]
+
+def _meet_with(
+    recorded: Op, members: Sequence[Op], brought: Sequence[Sequence[Tensor | None]], own: int
+) -> list[Tensor]:
+    """Return the outputs of a collective on the rank at index `own` of its members."""
+    kept = [[each for each in parts if each is not None] for parts in brought]
+    if any(len(one) < len(two) for one, two in zip(kept, brought, strict=True)):
+        raise NotExecutable("value was not kept")
+    try:
+        flat = meet(recorded.name.partition(".")[2], [each.kwargs for each in members], kept, own)
+    except RuntimeError as error:  # changes may give inputs other sizes
+        raise NotExecutable(str(error)) from error
+    return _cut(flat, recorded.kwargs["shapes"])
 
 
 def _cut(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

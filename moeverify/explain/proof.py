@@ -37,7 +37,10 @@ class Proof:
         self._landmarks, self._right = landmarks, right
 
     def is_local(self, edit: Edit, state: Execution) -> bool:
-        """Return whether an edit gives its operators the results of their counterparts."""
+        """Return whether an edit gives its operators the results of their counterparts.
+
+        A collective over another group gives a value of one device: any rank alone has a part of a sum.
+        """
         if edit.kind in ("value", "removed"):
             return False
         if edit.kind == "returned":
@@ -50,7 +53,7 @@ class Proof:
             other = edit.others.get(at)
             if self._is_number_of(done.data(result), other):
                 continue
-            if known is None or known.ids is None:
+            if known is None or known.ids is None or (edit.kind == "group" and known.over):
                 return False
             if other is not None and not self._one.holds(other.results[0], known.ids):
                 return False

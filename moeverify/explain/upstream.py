@@ -29,6 +29,7 @@ from moeverify.results.culprit import Origin
 
 _MOST = 3
 _MOST_BRANCHES = 2
+_MOST_OF_GROUP = 5
 _MOST_NEAR = 48
 """Maximum number of operators of a backward pass among which user code is looked for."""
 _MOST_PARTS = 1000
@@ -63,7 +64,7 @@ class Upstream:
         defines: bool = True,
         scaler: At | None = None,
     ) -> tuple[Origin, ...]:
-        """Return at most three lines, those that differ from one device first.
+        """Return at most three lines, or five of a wrong group, those that differ from one device first.
 
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
@@ -95,6 +96,8 @@ class Upstream:
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = list(self._list_branches(cause))
+        if kind == "group":
+            return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
         found = () if cause.sums else self._choose(named, *sources, branches=branches)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
@@ -112,8 +115,9 @@ class Upstream:
         named: Collection[tuple[str, int]],
         *sources: Iterable[Origin],
         branches: Sequence[Origin] = (),
+        most: int = _MOST,
     ) -> tuple[Origin, ...]:
-        """Return the first origins of several sources, one for each line that is not named already.
+        """Return the first `most` origins of several sources, one for each line that is not named already.
 
         Lines of `branches` come first, as the origin of a source that has the same line, if there is one.
         """
@@ -127,10 +131,10 @@ class Upstream:
             )
             if place not in named and (place in first or not is_seen):
                 found.setdefault(place, origin)
-            if len(found) == _MOST:
+            if len(found) == most:
                 break
         chosen = {place: origin for place, origin in (first | found).items() if place not in named}
-        return tuple(chosen.values())[:_MOST]
+        return tuple(chosen.values())[:most]
 
     def find_branches(self, cause: Cause) -> tuple[Origin, ...]:
         """Return the branches that ranks alone take around a value that nothing wrote."""
@@ -419,6 +423,14 @@ class Upstream:
                 yield from itertools.islice(
                     self._lines.list_calls(op[0], meeting.group.name), 1 if sites else None
                 )
+
+    def _list_regrouped(self, cause: Cause) -> Iterator[Origin]:
+        """Yield the definitions of a wrong group, those with the name of its mesh axis first."""
+        axis, _ = cause.repairs[0].numbers[0]
+        yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=[axis])
+        meeting = self._joint.op(cause.ops[0]).meeting
+        if meeting is not None:
+            yield from self._lines.list_calls(cause.ops[0][0], meeting.group.name)
 
     def _list_definitions(self, first: At) -> Iterator[Origin]:
         """Yield the lines that define the numbers and flags of an operation; nothing for a derivative."""

@@ -19,6 +19,7 @@ Mechanism = Literal[
     "returned",
     "value",
     "scale",
+    "group",
     "reduction",
     "moved",
     "race",
@@ -33,6 +34,7 @@ Mechanism = Literal[
 _CODES: dict[Mechanism, Cause] = {
     "total": Cause.MISSING_REDUCTION,
     "reduction": Cause.MISSING_REDUCTION,
+    "group": Cause.COLLECTIVES,
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,
     "race": Cause.NONDETERMINISM,

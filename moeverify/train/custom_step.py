@@ -252,8 +252,8 @@ def _nothing() -> None:
 
 def _divide(gradient: Tensor | None, coefficient: Tensor) -> Tensor | None:
     """Return a gradient before its multiplication by a coefficient. A zero coefficient cannot be undone."""
-    factor = float(coefficient)
-    return gradient if gradient is None or factor in (0.0, 1.0) else gradient / factor
+    # As a tensor, the coefficient stays an operand of the recorded division.
+    return gradient if gradient is None or float(coefficient) in (0.0, 1.0) else gradient / coefficient
 
 
 def _read_parameters(function: Callable[..., Any], target: str) -> frozenset[str]:

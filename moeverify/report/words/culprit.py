@@ -169,6 +169,7 @@ _ABOUT: Mapping[Mechanism, str] = {
     "share": "it adds a whole value to a part of a sum",
     "whole": "it uses a part of a tensor",
     "removed": "one device does not do this",
+    "group": "its group has the wrong ranks",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
     "written": "its values are from before the first step",
@@ -286,8 +287,9 @@ def _describe_total(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"its input is {_name_source(culprit.taken)}; the reduction{over} comes later or never")]
 
 
-def _describe_share(_: Culprit) -> list[Row]:
-    return [(_HERE, "the reduction that follows counts the added value once for each part")]
+def _describe_share(culprit: Culprit) -> list[Row]:
+    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+    return [(_HERE, f"the reduction{over} that follows counts the added value once for each part")]
 
 
 def _describe_whole(culprit: Culprit) -> list[Row]:
@@ -308,6 +310,11 @@ def _describe_inserted(culprit: Culprit) -> list[Row]:
 
 def _describe_returned(culprit: Culprit) -> list[Row]:
     return [(_THERE, _name_source(culprit.right))]
+
+
+def _describe_group(culprit: Culprit) -> list[Row]:
+    ((mine, right),) = culprit.numbers
+    return [(_HERE, f"over {mine}; its result is right over {right}")]
 
 
 def _describe_scale(culprit: Culprit) -> list[Row]:
@@ -382,6 +389,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "returned": _describe_returned,
     "value": _describe_counterpart,
     "scale": _describe_scale,
+    "group": _describe_group,
     "reduction": _describe_reduction,
     "race": _describe_race,
     "written": _describe_written,

@@ -132,8 +132,9 @@ def find_culprits(
         if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
             return Found()
         scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
-        explainer = Explainer(recorded.programs, one, step, [*scales, *(1 / each for each in scales)])
-        culprits = Culprits(explainer, list_groups(case), list_degrees(case))
+        scales += [1 / each for each in scales]
+        explainer = Explainer(recorded.programs, one, step, scales, list_groups(case))
+        culprits = Culprits(explainer, list_degrees(case))
         causes = explainer.explain(
             end - time.monotonic(), proves=proves, on_place=lambda places: tell(note(places))
         )

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from moeverify.results.culprit import CodeLine, Culprit, Operation
+
 claims: Any = import_module("claims")
 loader: Any = import_module("loader")
 score: Any = import_module("score")
@@ -87,6 +89,24 @@ def make_finding(**changes: Any) -> dict[str, Any]:
 
 def read(*findings: dict[str, Any]) -> Any:
     return claims.read_claims({"case": {"findings": list(findings)}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_location_only"),
+    [
+        ({}, False),
+        ({"there": {"line": {"file": "mine/code.py", "line": 11}}}, True),
+        ({"there": {"line": {"file": "mine/code.py", "line": 12}}}, False),
+        ({"mechanism": "operand"}, True),
+        ({"mechanism": "operand", "taken": {"label": "w"}}, False),
+        ({"proved": False}, True),
+    ],
+)
+def test_a_value_that_was_made_elsewhere_is_no_cause(changes: dict[str, Any], is_location_only: bool) -> None:
+    here = Operation(operator="mul", line=CodeLine(file="mine/code.py", line=11), step=0)
+    culprit = Culprit(mechanism="number", proved=True, here=here, leads=True).model_dump() | changes
+    (claim,) = read(make_finding(culprit=culprit))
+    assert claim.is_location_only is is_location_only
 
 
 def test_a_finding_is_read_as_a_claim() -> None:

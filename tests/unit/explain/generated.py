@@ -135,7 +135,7 @@ def record(program: Generated, name: str, inputs: Mapping[str, Tensor]) -> tuple
 def explain(ranks: Program, one: Program, seconds: float = 60.0) -> list[Culprit]:
     """Return the operations whose result on a rank differs from that of one device."""
     explainer = Explainer([ranks], one, 0, [])
-    culprits = Culprits(explainer, {})
+    culprits = Culprits(explainer)
     return [culprits.trace(culprits.make(cause), cause) for cause in explainer.explain(seconds)]
 
 

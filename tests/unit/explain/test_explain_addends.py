@@ -52,7 +52,7 @@ def explain(finish: Callable[[int, Tensor], object]) -> list[Culprit]:
         for rank, rows in enumerate(HELD)
     ]
     explainer = Explainer(ranks, one, 0, [])
-    culprits = Culprits(explainer, {})
+    culprits = Culprits(explainer)
     return [culprits.make(cause) for cause in explainer.explain(20.0)]
 
 

@@ -157,7 +157,7 @@ def test_a_wrong_number_is_found_on_its_rank_and_proved(
     ((tried, (place,)),) = heard
     assert (tried, place.repairs) == (0, [])
     assert set(place.ops) <= set(cause.ops)
-    culprit = Culprits(explainer, {}).make(cause)
+    culprit = Culprits(explainer).make(cause)
     assert (culprit.proved, culprit.ranks) == (True, (1,))
     assert culprit.here.line is not None
     assert culprit.here.line.file.endswith("test_explain_align.py")

@@ -157,7 +157,7 @@ def test_a_definition_that_was_not_executed_is_left_out() -> None:
 
     ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
     explainer = Explainer([ranks], one, 0, ())
-    culprits = Culprits(explainer, {})
+    culprits = Culprits(explainer)
     causes = explainer.explain(20)
     lines = [each for cause in causes for each in culprits.trace(culprits.make(cause), cause).origins]
     expressions = [each.line.expression for each in lines]

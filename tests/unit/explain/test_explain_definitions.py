@@ -48,7 +48,9 @@ class Plan:
 """
 
 
-def find(path: Path, source: str, expression: str, right: Collection[int] = ()) -> list[str]:
+def find(
+    path: Path, source: str, expression: str, right: Collection[int] = (), *, keyword: str = ""
+) -> list[str]:
     """Return the code of the lines that define what an expression takes."""
     path.write_text(source)
     node = next(
@@ -60,7 +62,8 @@ def find(path: Path, source: str, expression: str, right: Collection[int] = ()) 
     definitions = Definitions([str(path)], lambda file, line: line in right)
     lines = source.splitlines()
     return [
-        lines[site.line - 1].strip() for site in definitions.find([Site(str(path), node.lineno, "", 0, span)])
+        lines[site.line - 1].strip()
+        for site in definitions.find([Site(str(path), node.lineno, "", 0, span)], keyword=keyword)
     ]
 
 
@@ -88,6 +91,59 @@ def test_lines_with_right_tensors_are_passed_over(tmp_path: Path) -> None:
     number = SOURCE.splitlines().index("    scale = plan.ranks / count") + 1
     found = find(tmp_path / "code.py", SOURCE, "flat * scale", right=[number])
     assert found == []
+
+
+GROUPS = """
+@dataclass
+class Bucket:
+    flat: Tensor
+    group: Group
+
+class Gather(Function):
+    def forward(ctx, x, group, back):
+        ctx.group, ctx.back = group, back
+        return gather(x)
+
+    def backward(ctx, grad):
+        return total(grad.clone(), group=ctx.back)
+
+class Exchange(Function):
+    def forward(ctx, x, back):
+        ctx.back = other(back)
+
+def keys(x, mesh):
+    groups = mesh["cp"]
+    if mesh.odd:
+        groups = mesh
+    return Gather.apply(x, mesh["tp"], pick(groups))
+
+def pair(x, mesh):
+    Exchange.apply(x, mesh["dp"])
+    launch(Bucket(x, choose(mesh)))
+    store(Other(group=mesh["pp"]))
+
+def launch(bucket: Bucket):
+    reduce(bucket.flat, group=bucket.group)
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "lines"),
+    [
+        (
+            "total(grad.clone(), group=ctx.back)",
+            ['return Gather.apply(x, mesh["tp"], pick(groups))', "groups = mesh"],
+        ),
+        ("reduce(bucket.flat, group=bucket.group)", ["launch(Bucket(x, choose(mesh)))"]),
+    ],
+    ids=["autograd function and choice", "field of an annotated parameter"],
+)
+def test_a_group_is_followed_through_lines_of_tensors(
+    tmp_path: Path, expression: str, lines: list[str]
+) -> None:
+    right = [number for number, line in enumerate(GROUPS.splitlines(), 1) if "(x" in line or "grad" in line]
+    found = find(tmp_path / "code.py", GROUPS, expression, right, keyword="group")
+    assert list(dict.fromkeys(found)) == lines
 
 
 def test_code_that_cannot_be_read_defines_nothing(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def align(run: Run, x: Tensor) -> tuple[Alignment, Program]:
 def find_culprit(run: Run, x: Tensor) -> Culprit:
     explainer = Explainer([record(run, 0, x)], record(run, -1, x), 0, [])
     cause, *_ = explainer.explain(30.0)
-    culprits = Culprits(explainer, {})
+    culprits = Culprits(explainer)
     return culprits.trace(culprits.make(cause), cause)
 
 
@@ -217,7 +217,7 @@ def test_of_two_writes_that_one_device_makes_later_the_last_one_is_named() -> No
         for on in (True, False)
     )
     (cause,) = (explainer := Explainer([ranks], one, 0, [])).explain(30.0)
-    culprit = Culprits(explainer, {}).make(cause)
+    culprit = Culprits(explainer).make(cause)
     assert (culprit.mechanism, culprit.code) == ("removed", Cause.STATE)
     assert expression_of(culprit) == "bias.add_(seen.mean() - seen)"
 

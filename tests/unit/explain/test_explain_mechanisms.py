@@ -196,7 +196,7 @@ def test_values_that_the_loader_has_not_written_are_told_with_the_line_that_wrot
         return recorder.program
 
     explainer = Explainer([record(skipped="c")], record(skipped=""), SETUP, [])
-    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
+    (culprit,) = [Culprits(explainer).make(cause) for cause in explainer.explain(10.0)]
     assert culprit.mechanism == "written"
     assert culprit.here.line is not None
     assert culprit.here.line.function == "forget"

@@ -129,8 +129,8 @@ def test_the_axis_of_a_missing_reduction_is_that_of_the_parts(monkeypatch: pytes
 
     part, whole = make(4, seed=3), make(4, seed=5)
     ranks = [scaled(part), scaled(whole - part)] * 2
-    explainer = Explainer(ranks, scaled(whole), 0, ())
-    culprits = Culprits(explainer, {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]})
+    explainer = Explainer(ranks, scaled(whole), 0, (), {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]})
+    culprits = Culprits(explainer)
     (cause,) = explainer.explain(20, proves=False)
     culprit = culprits.make(cause)
     assert (culprit.mechanism, culprit.axes) == ("reduction", ("tp",))

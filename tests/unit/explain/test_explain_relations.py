@@ -55,7 +55,7 @@ def test_an_initial_value_that_is_right_elsewhere_is_a_copy() -> None:
         return recorder.program
 
     explainer = Explainer([record(0, 0)], record(0, 1), SETUP, [])
-    (culprit,) = [Culprits(explainer, {}).make(cause) for cause in explainer.explain(10.0)]
+    (culprit,) = [Culprits(explainer).make(cause) for cause in explainer.explain(10.0)]
     assert (culprit.mechanism, culprit.code) == ("moved", Cause.DUPLICATE)
     assert culprit.copy_of == "initial_weight/a"
 

@@ -81,7 +81,7 @@ def test_a_tensor_that_no_rank_has_whole_names_the_line_that_cut_it() -> None:
         return recorder.program
 
     explainer = Explainer([record(1)], record(0), SETUP, ())
-    maker = Culprits(explainer, {}).make_makers()["w"]
+    maker = Culprits(explainer).make_makers()["w"]
     assert maker.absent == ((0, 2, 4),)
     origins = list_origins(maker)
     assert origins[0] == ("made", "whole.chunk(2)[index].clone()")

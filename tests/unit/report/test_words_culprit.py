@@ -74,7 +74,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             )
         ],
     ),
-    "share": ({}, [("here", "the reduction that follows counts the added value once for each part")]),
+    "share": (
+        {"axes": ("tp",)},
+        [("here", "the reduction over tp that follows counts the added value once for each part")],
+    ),
     "whole": (
         {"right": WEIGHT, "there": THERE},
         [("here", "a part of head.weight"), ("reference", "all of it, one/ffn.py:7 in forward")],
@@ -108,6 +111,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
     "scale": (
         {"results": ("gradient/w",), "factor": 2.0, "axes": ("tp", "dp")},
         [("cause", "gradient/w is exactly 2 (tp or dp) times that of one device")],
+    ),
+    "group": (
+        {"numbers": (("tp", "cp"),)},
+        [("here", "over tp; its result is right over cp")],
     ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},

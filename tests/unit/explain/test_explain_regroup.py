@@ -1,0 +1,122 @@
+"""Collectives over the ranks of a wrong mesh axis: the group is named, and the right one is proved by execution."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recordings import MARK, make
+from torch import Tensor
+
+from moeverify.explain import known
+from moeverify.explain.align import Alignment
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Joint
+from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown, Value
+from moeverify.explain.regroup import list_regroupings, name_ranks
+from moeverify.parallel.regions.region import Region
+from moeverify.results.cause import Cause
+
+GROUPS = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
+SHAPE = (6, 4)
+
+
+def make_parts() -> list[Tensor]:
+    """Return the parts of four ranks; those of the first two add up to the first rows, the others to the last."""
+    wholes, parts = (
+        (make(*SHAPE, seed=seed) for seed in range(2)),
+        (make(*SHAPE, seed=seed) for seed in (2, 3)),
+    )
+    return [each for whole, part in zip(wholes, parts, strict=True) for each in (part, whole - part)]
+
+
+def make_rank(
+    part: Tensor, ranks: tuple[int, ...] = (), parts: tuple[Tensor, ...] = (), half: int | None = None
+) -> Program:
+    """Return a program that doubles a part, sums it over `ranks`, whose parts are `parts`, and takes the sine.
+
+    The result is one half of the rows, or all.
+    """
+    shape = tuple(part.shape)
+    ops = [
+        Op(0, "memory.leaf", ([],), {}, (0,)),
+        Op(1, "aten.mul.Tensor", (Ref(0), 2.0), {}, (1,), step=0),
+    ]
+    data = [part, part * 2]
+    if ranks:
+        meeting = Meeting(GroupRef(f"group {ranks}", ranks), 1)
+        options = {"reduction": "sum", "shapes": [shape]}
+        ops.append(Op(2, "collective.all_reduce", ([Ref(1)],), options, (2,), step=0, meeting=meeting))
+        data.append(torch.stack(parts).sum(0) * 2)
+    last = len(ops)
+    ops.append(Op(last, "aten.sin.default", (Ref(last - 1),), {}, (last,), step=0))
+    data.append(data[-1].sin())
+    values = [Value(number, number, shape, "float64", each) for number, each in enumerate(data)]
+    values[0].label = "x"
+    rows = range(shape[0]) if half is None else range(half * shape[0], (half + 1) * shape[0])
+    region = Region.box((shape[0] * (1 if half is None else 2), shape[1]), [rows, range(shape[1])])
+    program = Program(ops=ops, values=values, marks={MARK: [Shown(last, region)]})
+    program.shares = [((tuple(rows)), (0,))]
+    return program
+
+
+@pytest.fixture(autouse=True)
+def use_all_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks add up over tp, too, as a collective elsewhere in a real program does."""
+    monkeypatch.setattr(known, "_list_groups", lambda joint: [(0, 1), (2, 3), (0, 2), (1, 3)])
+
+
+def explain(axis: str, groups: dict[str, list[list[int]]] = GROUPS) -> Explainer:
+    parts = make_parts()
+    ranks = []
+    for rank, part in enumerate(parts):
+        group = next((each for each in GROUPS.get(axis, []) if rank in each), [0, 1, 2, 3])
+        own = tuple(parts[each] for each in group)
+        ranks.append(make_rank(part, tuple(group), own, half=rank // 2))
+    one = make_rank(torch.cat([parts[0] + parts[1], parts[2] + parts[3]]))
+    return Explainer(ranks, one, 0, (), groups)
+
+
+def test_the_wrong_group_of_a_collective_is_named_with_the_right_one() -> None:
+    explainer = explain("dp")
+    (cause,) = explainer.explain(20.0)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.proved, culprit.ranks) == ("group", True, (0, 1, 2, 3))
+    assert (culprit.numbers, culprit.axes) == ((("dp", "tp"),), ("dp", "tp"))
+    assert (culprit.repaired, culprit.code) == (("loss/total",), Cause.COLLECTIVES)
+
+
+def test_a_group_without_an_axis_is_named_by_its_ranks() -> None:
+    (cause,) = explain("all").explain(20.0)
+    assert cause.repairs[0].numbers == (("ranks 0, 1, 2, 3", "tp"),)
+
+
+def test_no_group_is_blamed_if_no_axis_makes_the_result_right() -> None:
+    causes = explain("dp", {"dp": GROUPS["dp"]}).explain(20.0)
+    assert causes
+    assert "group" not in [edit.kind for cause in causes for edit in cause.repairs]
+
+
+def test_a_sum_over_ranks_with_other_rows_needs_no_other_rank() -> None:
+    parts = (make(*SHAPE), make(*SHAPE, seed=1))
+    ranks = [make_rank(part, (0, 1), parts, half=rank) for rank, part in enumerate(parts)]
+    (cause,) = Explainer(ranks, make_rank(torch.cat(parts)), 0, (), {"dp": [[0, 1]]}).explain(20.0)
+    assert cause.repairs[0].numbers == (("dp", "no other rank"),)
+
+
+@pytest.mark.parametrize("missing", [0, 3])
+def test_a_rank_without_the_call_cannot_take_part(missing: int) -> None:
+    parts = make_parts()
+    ranks = [make_rank(each, (0, 2) if rank % 2 == 0 else (1, 3), (each,)) for rank, each in enumerate(parts)]
+    ranks[missing].ops[2:] = []
+    alignment = Alignment(Joint(ranks), make_rank(parts[0] + parts[1]))
+    other = 1 if missing == 0 else 2
+    assert not [
+        each
+        for each in list_regroupings(alignment, {"tp": GROUPS["tp"]}, [(other, 2)])
+        if "tp" in each.numbers[0]
+    ]
+
+
+def test_ranks_are_named_by_their_axis() -> None:
+    assert [name_ranks(GROUPS, each) for each in ([2, 0], [0, 3])] == ["dp", "ranks 0, 3"]
