@@ -70,10 +70,15 @@ class Culprits:
             return culprit.model_copy(update={"origins": self._upstream.find_branches(cause)})
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
         named = {line_of(each) for each in shown if each is not None and each.line is not None}
+        target = cause.targets[0]
+        is_moved = culprit.mechanism == "moved" and culprit.here.step >= 0
         origins = self._upstream.find(
             cause,
             _list_taken(cause),
             named,
+            lacks=self._origins.list_later(next(iter(target.values.values())), target.mark)
+            if is_moved
+            else (),
             defines=culprit.mechanism not in _OF_TENSORS,
             scaler=self._find_scaler(cause) if culprit.mechanism == "scale" else None,
         )
@@ -168,7 +173,7 @@ class Culprits:
             if cause.known == "moved":
                 found["copy_of"] = self._find_original(target, at)
             if cause.known == "moved" and not found["taken"].others:
-                found["moves_there"] = self._origins.list_later(at, target.mark)
+                found["moves_there"] = self._origins.describe_later(at, target.mark)
         if cause.known == "reduction" and not (cause.sums or found.get("axes")):
             found["axes"] = self.name_over(tuple(target.values.values()))  # replicas that add up
         return found

@@ -15,7 +15,7 @@ from moeverify.explain.chains import list_chain, skip_moves
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
-from moeverify.explain.program import HIDDEN, Mark
+from moeverify.explain.program import HIDDEN, Mark, Op
 from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
 
@@ -236,15 +236,19 @@ class Origins:
         found: dict[str, Any] = {"moves": mine_all[kept], "moves_there": others[kept]}
         return found | ({"numbers": tuple(dict.fromkeys(numbers))} if numbers else {})
 
-    def list_later(self, mine: At, mark: Mark) -> tuple[Operation, ...]:
-        """Return the operations that one device applies to a rank's final value to get its own.
+    def describe_later(self, mine: At, mark: Mark) -> tuple[Operation, ...]:
+        """Return the operations that one device applies to a rank's final value to get its own."""
+        return join_last(describe_op(self._one.program, each) for each in self.list_later(mine, mark))
+
+    def list_later(self, mine: At, mark: Mark) -> list[Op]:
+        """Return the operators that one device applies to a rank's final value to get its own.
 
         Empty if the rank's value is not on the way to the value that one device shows at `mark`.
         """
         program, shown = self._one.program, self._one.program.marks[mark][-1].value
         roots = set(self.roots_of(mine))
         if shown is None or roots & set(self._one.roots_of(shown)):
-            return ()
+            return []
         waiting: list[tuple[int, tuple[int, ...]]] = [(shown, ())]
         seen = {shown}
         while waiting and len(seen) < _MOST_FOLLOWED:
@@ -252,11 +256,11 @@ class Origins:
             op = program.op_of(number)
             for read in op.reads():
                 if roots & set(self._one.roots_of(read)):
-                    return join_last(describe_op(program, program.ops[each]) for each in (op.number, *later))
+                    return [program.ops[each] for each in (op.number, *later)]
                 if read not in seen:
                     seen.add(read)
                     waiting.append((read, (op.number, *later)))
-        return ()
+        return []
 
     def _is_alike(self, mine: At, theirs: At) -> bool:
         """Return whether two operators have the same options and no differing results."""

@@ -63,12 +63,14 @@ class Upstream:
         *,
         defines: bool = True,
         scaler: At | None = None,
+        lacks: Sequence[Op] = (),
     ) -> tuple[Origin, ...]:
         """Return at most three lines, or five of a wrong group, those that differ from one device first.
 
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
-        `scaler` is the operator that makes a value a multiple of the right one.
+        `scaler` is the operator that makes a value a multiple of the right one. `lacks` are operators that one device
+        applies to a right value, and the rank does not.
         """
         lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
@@ -78,6 +80,7 @@ class Upstream:
             self._list_draws(cause.ops[0]),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and _has_numbers(self._joint.op(scaler)) else (),
+            self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),
             self._list_unused(cause),
@@ -227,6 +230,25 @@ class Upstream:
             num_ranks = len(recorded.meeting.group.ranks)
             if any(_is_multiple(one, two, num_ranks) for one, two in zip(taken, made, strict=False)):
                 yield make_origin("repeated", self._lines.stack(op) or self._lines.sites(op))
+
+    def _list_lost(self, cause: Cause, lacks: Sequence[Op]) -> Iterator[Origin]:
+        """Yield the lines that made the tensors whose gradients have the addends which a wrong gradient lacks."""
+        rank, mark = cause.ops[0][0], cause.targets[0].mark
+        end = cause.targets[0].values.get(rank)
+        adds = [op for op in lacks if op.short.rstrip("_") == "add"]
+        if end is None or mark[1] != Kind.GRADIENT:
+            return
+        program, mine = self._joint.programs[rank], self._roots(end)
+        missing = {root for op in adds for number in op.reads() for root in self._one.roots_of(number)} - mine
+        for op in program.ops:
+            if (op.phase, op.step) != ("backward", mark[0]) or op.origin < 0:
+                continue
+            shapes = [program.values[number].shape for number in op.results]
+            if self._joint.value(end).shape not in shapes or not missing & self._roots((rank, op.results[0])):
+                continue
+            for base in map(program.base, program.ops[op.origin].reads()):
+                if program.ops[base.op].step < 0 and base.label != mark[2]:
+                    yield from self._describe_made((rank, base.op))
 
     def _list_unused(self, cause: Cause) -> Iterator[Origin]:
         """Yield the collectives before an operation, in its step, whose results nothing uses."""

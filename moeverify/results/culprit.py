@@ -41,6 +41,10 @@ _CODES: dict[Mechanism, Cause] = {
 }
 
 
+_INDEXED = ("index_put", "index_copy", "scatter")
+"""Operators that write rows to other places."""
+
+
 class CodeLine(Record):
     """A call in source code: its line, its expression and the numbered lines around it."""
 
@@ -237,8 +241,10 @@ class Culprit(Record):
                 return Cause.PERMUTATION
             if _is_stale(self.taken, self.right):
                 return Cause.STALE
-        if self.mechanism == "removed" and self.here.operator.endswith("_"):
-            return Cause.STATE  # a write that one device does not make
+        if self.mechanism == "removed" and self.here.operator.endswith(
+            "_"
+        ):  # a write that one device does not make
+            return Cause.PERMUTATION if self.here.operator.startswith(_INDEXED) else Cause.STATE
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD
         )

@@ -88,6 +88,28 @@ def test_a_tensor_that_no_rank_has_whole_names_the_line_that_cut_it() -> None:
     assert ("definition", "count - 1") in origins
 
 
+def test_a_copy_of_a_tied_weight_that_takes_a_part_of_its_gradient_is_named() -> None:
+    def record(is_tied: bool) -> Program:
+        recorder, weight = Recorder(), make(4, 4, seed=1).requires_grad_()
+        x = make(6, 4)
+        recorder.name_tensors([("x", x), ("w", weight)])
+        with recorder.recording():
+            head = weight if is_tied else weight.detach().clone().requires_grad_()
+            recorder.begin_step(0)
+            ((x @ weight).sin() @ head).square().sum().backward()
+            assert weight.grad is not None
+            recorder.observe(0, "gradient", "w", weight.grad, Region.whole((4, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    explainer = Explainer([record(False)], record(True), 0, ())
+    culprits = Culprits(explainer)
+    (cause,) = explainer.explain(20.0)
+    culprit = culprits.trace(culprits.make(cause), cause)
+    assert culprit.mechanism == "moved"
+    assert ("made", "weight.detach().clone()") in list_origins(culprit)
+
+
 def test_a_call_from_a_line_that_one_device_does_not_run_is_named() -> None:
     def shared(x: Tensor, scale: float) -> Tensor:
         return (x * scale).sin()
