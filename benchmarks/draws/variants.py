@@ -15,6 +15,7 @@ UNMIXED = (
     "kestrel.zero:grid",
     "osier.parallel:fsdp",
     "osier.pipeline:stages",
+    "plover.zero:zero3",
 )
 """Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
 shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
