@@ -57,3 +57,8 @@ def update_drift_key(step: int, name: str, *, forced: bool = False) -> str:
 def sign_flip_key(step: int, name: str, *, forced: bool = False) -> str:
     """Return the key of the part of `update_drift_key` from elements whose update changes its sign."""
     return noise_key(step, "sign flips", name, forced=forced)
+
+
+def squares_key(step: int, name: str, *, forced: bool = False) -> str:
+    """Return the key of what the square of the gradient noise adds to a second moment of Adam."""
+    return noise_key(step, "squares", name, forced=forced)
