@@ -158,7 +158,7 @@ class NearTies(PassMode):
             found = self._golden.find(self._step, Kind.NEAR_TIES, name)
             self._known[name] = None
             if found is not None:
-                numbers, rows, chosen = found.to(device).split([1, width, found.shape[1] - width - 1], dim=1)
+                numbers, rows, chosen = torch.tensor_split(found.to(device), (1, 1 + width), dim=1)
                 values = rows.to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
                 self._known[name] = _KnownRows(
                     numbers.squeeze(1).to(torch.int64), values, chosen.to(torch.int64)
@@ -189,7 +189,7 @@ def _find_rows(at: Tensor, rows: Tensor, known: _KnownRows, limits: Tensor) -> t
     in a run the nearest rows of the golden are shifted by the same number. So of the shifts of the rows around
     a row, the most frequent one that leads to a row within the limit (R) is taken, then the nearest row.
     """
-    parts = rows.split(_AT_ONCE)
+    parts = torch.split(rows, _AT_ONCE)
     nearest = torch.cat([torch.cdist(part, known.rows, p=torch.inf).argmin(dim=1) for part in parts])
     none = torch.iinfo(torch.int64).min // 2
     shifts = pad(known.numbers[nearest] - at, (_NEIGHBORS, _NEIGHBORS), value=none)

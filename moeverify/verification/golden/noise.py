@@ -59,5 +59,5 @@ def sign_flip_key(step: int, name: str, *, forced: bool = False) -> str:
 
 
 def squares_key(step: int, name: str, *, forced: bool = False) -> str:
-    """Return the key of what the square of the gradient noise adds to a second moment of Adam."""
+    """Return the key of the part of a second moment of Adam that the square of the gradient noise adds."""
     return noise_key(step, "squares", name, forced=forced)

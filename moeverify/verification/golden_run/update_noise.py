@@ -128,7 +128,7 @@ def propagate(
 def _grow_squares(
     recipe: Recipe, reference: StoredGolden, noise: GradientNoise, *, forced: bool
 ) -> dict[str, float]:
-    """Return what the quadratic term of gradient noise adds to each second moment, beyond PUSH times itself.
+    """Return the quadratic term of gradient noise in each second moment, beyond PUSH times itself.
 
     The result is by `squares_key`, and divided by PUSH.
     """
