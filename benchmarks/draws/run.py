@@ -38,7 +38,7 @@ from typing import Any
 from loader import BUILTIN, HERE, PLANTS, ROOT, STACKS, Plant, choose, load_plants
 from ruamel.yaml import YAML
 from tabulate import tabulate
-from variants import PRECISIONS, adapt, read_case, vary_seed
+from variants import PRECISIONS, adapt, read_case, read_seeds, vary_seed
 
 MARGIN = 90.0
 """Seconds that a command may take beside its cases: starting Python and ranks, and making goldens."""
@@ -398,7 +398,9 @@ def main() -> int:
     parser.add_argument(
         "--cases", nargs="+", type=Path, metavar="FILE", help="run these clean cases in place of the stacks'"
     )
-    parser.add_argument("--seeds", type=int, default=0, metavar="N", help="run each case with N seeds")
+    parser.add_argument(
+        "--seeds", type=read_seeds, default=range(0), metavar="N", help="seeds 1 to N of each case, or A-B"
+    )
     parser.add_argument("--clean", action="store_true", help="run the clean cases, and no plant")
     group = parser.add_mutually_exclusive_group()
     group.add_argument(

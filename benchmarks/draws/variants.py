@@ -15,6 +15,7 @@ UNMIXED = (
     "kestrel.zero:grid",
     "osier.parallel:fsdp",
     "osier.pipeline:stages",
+    "plover.zero:zero3",
 )
 """Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
 shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of
@@ -53,13 +54,19 @@ def adapt(plant: Plant, precision: str) -> Plant | None:
     return replace(plant, case={**plant.case, "layout": layout})
 
 
-def vary_seed(plant: Plant, number: int) -> list[Plant]:
-    """Return a plant with seeds 1 to `number` of its recipe, or itself if that is 0."""
+def read_seeds(text: str) -> range:
+    """Return the seeds that an option names: 1 to N for `N`, or A to B for `A-B`."""
+    first, dash, last = text.partition("-")
+    return range(int(first), int(last) + 1) if dash else range(1, int(first) + 1)
+
+
+def vary_seed(plant: Plant, seeds: range) -> list[Plant]:
+    """Return a plant with each seed of its recipe, or itself if there are no seeds."""
     recipe = plant.case.get("recipe", {})
     base = recipe if isinstance(recipe, dict) else {"base": recipe}
-    if not number or plant.way == "watch":
+    if not seeds or plant.way == "watch":
         return [plant]
     return [
         replace(plant, id=f"{plant.id}-seed-{seed}", case={**plant.case, "recipe": {**base, "seed": seed}})
-        for seed in range(1, number + 1)
+        for seed in seeds
     ]

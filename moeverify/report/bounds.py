@@ -26,6 +26,7 @@ _SOURCES: Mapping[BoundPart, str] = {
     "typical": "{factor:g} x the median of that error over the tensors of its kind",
     "narrow parts": "{factor:g} x the effect of moved roundings in parts below float64",
     "sign flips": "elements whose update changes its sign within {factor:g} x the noise of their gradient",
+    "squares": "{factor:g} x the noise of the gradient, which a second moment squares",
     "cancellation": "one unit of rounding of all tensors of its kind together: this one is far smaller",
     "module": "{factor:g} x the error of one device's module, given the rank's inputs",
     "recomputed": "the rounding of a result recomputed from the rank's own values, from its formula",

@@ -14,6 +14,7 @@ BoundPart = Literal[
     "typical",
     "narrow parts",
     "sign flips",
+    "squares",
     "cancellation",
     "module",
     "recomputed",
@@ -24,6 +25,7 @@ BoundPart = Literal[
 - `typical`: the median of that error over the tensors of the same kind
 - `narrow parts`: parts of a float64 model that compute below float64
 - `sign flips`: elements of an update whose sign the noise of the gradient may change
+- `squares`: the measured error of a second moment of Adam, in which the noise of the gradient is squared
 - `cancellation`: one unit of rounding of all tensors of the kind, for a tensor far smaller than they are
 - `module`: one device's module, which computes the same again from the rank's inputs
 - `recomputed`: a result that is recomputed from the rank's own values; derived from its formula

@@ -54,11 +54,12 @@ class RankReport(Record):
 class Declared(Record):
     """Checks that a case declares to differ, because its implementation differs from the golden by design.
 
-    `because` is the reason. `equal` are declared checks that do not differ. `has_more` means that other
-    checks differ.
+    `because` is the reason. `differ` are declared checks that differ, and `equal` are those that do not and
+    should. `has_more` means that other checks differ.
     """
 
     names: tuple[str, ...]
+    differ: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
     has_more: bool = False
     because: str = ""

@@ -3,7 +3,8 @@
 A router chooses the experts of a token by `topk`. Where two scores are closer than the rounding of a narrow
 precision, the choice is arbitrary, and everything after it depends on it. The golden keeps the rows of scores
 near a tie, with its choices. A run in the narrow precision looks its own rows near a tie up among them and makes
-the choice of the nearest row. The values identify a row, so the rows may be in any order and on any rank.
+the choice of the same row. The values identify a row, so the rows may be in any order and on any rank. Among rows
+that are alike up to rounding, as many rows of few scores are, the rows before and after it decide.
 
 Only a choice within rounding of a run's own one is replaced: a wrong choice stays wrong.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from moeverify.cases.schema import CustomModel, Recipe
 from moeverify.parallel.regions.observer import Observer
@@ -46,6 +48,20 @@ _MOST_COMPARED = 1 << 30
 _AT_ONCE = 1024
 """Rows that are searched together."""
 
+_NEIGHBORS = 4
+"""Rows before and after a row that tell which of several like rows of the golden it is."""
+
+
+class _KnownRows(NamedTuple):
+    """The golden's rows near a tie in a step: numbers (G) in ascending order, scores (G, n) and choices (G, k).
+
+    A number counts all rows of the step, so that rows one after another have successive numbers.
+    """
+
+    numbers: Tensor
+    rows: Tensor
+    chosen: Tensor
+
 
 class NearTies(PassMode):
     """A context around passes of a model, in which choices near a tie are repeated, or kept without `golden`.
@@ -58,15 +74,16 @@ class NearTies(PassMode):
         self._counts = counts
         self._unit = torch.finfo(compute_dtype_of(recipe.precision)).eps
         self._golden = golden
-        self._known: dict[str, tuple[Tensor, Tensor] | None] = {}
+        self._known: dict[str, _KnownRows | None] = {}
         self._kept: dict[str, list[Tensor]] = {}
+        self._num_seen: dict[str, int] = {}
         self._room = _MOST_ELEMENTS
         self._step = 0
 
     def begin_step(self, step: int) -> None:
         """Begin a step: its choices come from the same step of the golden."""
         self._step, self._room = step, _MOST_ELEMENTS
-        self._known, self._kept = {}, {}
+        self._known, self._kept, self._num_seen = {}, {}, {}
 
     def show(self, observer: Observer) -> None:
         """Report the choices that were kept in the step; none if they are repeated."""
@@ -90,11 +107,14 @@ class NearTies(PassMode):
     def _keep(self, values: Tensor, made: Selection) -> None:
         rows, chosen = _flatten(values, made)
         # Another run's row may be nearer to a tie by twice the limit, and is searched if it is near itself.
-        near = _is_near(rows, chosen, 4 * _LIMIT * self._unit)
-        found = torch.cat([rows[near], chosen[near].to(torch.float64)], dim=1)
+        near = _is_near(rows, chosen, 4 * _LIMIT * self._unit).nonzero()
+        at, name = near.squeeze(1), _name(made.operator, rows, chosen)
+        before = self._num_seen.get(name, 0)
+        self._num_seen[name] = before + len(rows)
+        found = torch.cat([before + near, rows[at], chosen[at]], dim=1)
         self._room -= found.numel()
         if len(found) and self._room >= 0:
-            self._kept.setdefault(_name(made.operator, rows, chosen), []).append(found.cpu())
+            self._kept.setdefault(name, []).append(found.cpu())
 
     @torch.no_grad()
     def _find(self, values: Tensor, made: Selection) -> Selection | None:
@@ -108,12 +128,12 @@ class NearTies(PassMode):
         if known is None:
             return None
         near = _is_near(rows, chosen, 2 * _LIMIT * self._unit).nonzero().squeeze(1)
-        if not len(near) or len(near) * known[0].numel() > _MOST_COMPARED:
+        if not len(near) or len(near) * known.rows.numel() > _MOST_COMPARED:
             return None
         own, made_near = rows[near].nan_to_num(0.0, 0.0, 0.0), chosen[near]
         sizes = own.abs().amax(dim=1)
-        distances, nearest = _find_nearest(own, known[0])
-        held = known[1][nearest]
+        distances, found = _find_rows(near, own, known, _LIMIT * self._unit * sizes)
+        held = known.chosen[found]
         behind = (own.gather(1, made_near) - own.gather(1, held)).abs().amax(dim=1)
         is_same = (distances <= _LIMIT * self._unit * sizes) & (behind <= 2 * distances + self._unit * sizes)
         is_changed = is_same & (held != made_near).any(dim=1)
@@ -131,15 +151,18 @@ class NearTies(PassMode):
             behind=allowed.reshape(*values.shape[:-1], 1),
         )
 
-    def _read(self, name: str, width: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return the golden's rows near a tie and their choices, if it has any of this name in the step."""
+    def _read(self, name: str, width: int, device: torch.device) -> _KnownRows | None:
+        """Return the golden's rows near a tie, if it has any of this name in the step."""
         assert self._golden is not None
         if name not in self._known:
             found = self._golden.find(self._step, Kind.NEAR_TIES, name)
             self._known[name] = None
             if found is not None:
-                rows = found[:, :width].to(device, torch.float64).nan_to_num(0.0, 0.0, 0.0)
-                self._known[name] = rows, found[:, width:].to(device, torch.int64)
+                numbers, rows, chosen = torch.tensor_split(found.to(device), (1, 1 + width), dim=1)
+                values = rows.to(torch.float64).nan_to_num(0.0, 0.0, 0.0)
+                self._known[name] = _KnownRows(
+                    numbers.squeeze(1).to(torch.int64), values, chosen.to(torch.int64)
+                )
         return self._known[name]
 
 
@@ -159,10 +182,26 @@ def _has_rows(values: Tensor, made: Selection) -> bool:
     return is_last and values.shape[-1] > 1 and 0 < made.indices.numel() <= values.numel() <= _MOST_VALUES
 
 
-def _find_nearest(rows: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distance (R) of each row (R, n) to the nearest known one (G, n), and its index (R)."""
-    parts = [torch.cdist(part, known, p=torch.inf).min(dim=1) for part in torch.split(rows, _AT_ONCE)]
-    return torch.cat([part.values for part in parts]), torch.cat([part.indices for part in parts])
+def _find_rows(at: Tensor, rows: Tensor, known: _KnownRows, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distance (R) of each row (R, n) to the same row of the golden, and its index there (R).
+
+    `at` (R) is the place of each row among the rows of its operator. Rows mostly keep their order in runs, and
+    in a run the nearest rows of the golden are shifted by the same number. So of the shifts of the rows around
+    a row, the most frequent one that leads to a row within the limit (R) is taken, then the nearest row.
+    """
+    parts = torch.split(rows, _AT_ONCE)
+    nearest = torch.cat([torch.cdist(part, known.rows, p=torch.inf).argmin(dim=1) for part in parts])
+    none = torch.iinfo(torch.int64).min // 2
+    shifts = pad(known.numbers[nearest] - at, (_NEIGHBORS, _NEIGHBORS), value=none)
+    around = shifts.unfold(0, 2 * _NEIGHBORS + 1, 1).contiguous()
+    numbers = at[:, None] + around
+    places = torch.searchsorted(known.numbers, numbers).clamp(max=len(known.numbers) - 1)
+    off = torch.stack([(rows - known.rows[place]).abs().amax(dim=1) for place in places.unbind(1)], dim=1)
+    fits = (known.numbers[places] == numbers) & (off <= limits[:, None])
+    support = (around[:, :, None] == around[:, None, :]).sum(dim=2).where(fits, 0)
+    is_best = support == support.amax(dim=1, keepdim=True)
+    best = off.where(is_best, torch.inf).min(dim=1, keepdim=True)
+    return best.values.squeeze(1), places.gather(1, best.indices).squeeze(1)
 
 
 def _flatten(values: Tensor, made: Selection) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,9 @@ def _check_origin(module_name: str, path: str) -> None:
     top = module_name.partition(".")[0]
     used = getattr(sys.modules.get(top), "__file__", None)
     spec = importlib.machinery.PathFinder.find_spec(top, sys.path)
-    if used is None or spec is None or spec.origin is None or Path(spec.origin) == Path(used):
+    if used is None or spec is None or spec.origin is None:
+        return
+    if Path(spec.origin).resolve() == Path(used).resolve():  # two names of one folder are one package
         return
     message = f"`{top}` means {spec.origin} here, but an earlier case has imported {used} under this name"
     raise _failure(message, path, "give one of them another name, or put each into a package of its own")

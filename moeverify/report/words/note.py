@@ -136,8 +136,8 @@ def describe_declared(declared: Declared) -> str:
     if declared.equal:
         return f"declared to differ in {', '.join(declared.equal)}, and does not"
     if declared.has_more:
-        return f"differs as declared in {', '.join(declared.names)}, and in more"
-    return f"differs in {', '.join(declared.names)}, as declared: {declared.because}"
+        return f"differs as declared in {', '.join(declared.differ)}, and in more"
+    return f"differs in {', '.join(declared.differ)}, as declared: {declared.because}"
 
 
 def describe_unused_loop(verdict: Verdict, *, is_own_model: bool, step: str | None = None) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from moeverify.verification.golden.noise import (
     narrow_key,
     noise_key,
     sign_flip_key,
+    squares_key,
     storage_key,
     update_drift_key,
 )
@@ -119,6 +120,8 @@ class Bounds:
         }
         if kind in (Kind.UPDATE, Kind.OPTIMIZER_STATE):
             measured = self._add_gradient_noise(step, name, measured)
+            squares = self.noise.get(squares_key(step, name, forced=self.forced))
+            measured |= {} if squares is None else {"squares": own + squares}
         if not all(map(math.isfinite, measured.values())):
             measured = {}  # An infinite or NaN measurement allows nothing.
         parts = {part: self.tolerance.factor * noise for part, noise in measured.items()}

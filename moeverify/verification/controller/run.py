@@ -409,16 +409,20 @@ def apply_declared_differences(
 ) -> tuple[Verdict, Declared | None]:
     """Return the verdict of a case and the state of its declaration.
 
-    A case with a declaration passes if exactly the declared checks differ. Rounding may hide the difference from
-    some of them: below float64 one is enough.
+    A case with a declaration passes if exactly the declared checks differ. One declaration serves all precisions:
+    a check that is not made in this one, such as `modules` in float64, may be declared. Rounding may hide the
+    difference from some checks: below float64 one is enough.
     """
     found = {check.name for check in checks if check.verdict == "mismatch"}
     if not wanted.differs:
         return ("mismatch" if found else "pass"), None
-    has_enough = precision != "float64" and bool(found.intersection(wanted.differs))
+    differ = tuple(name for name in wanted.differs if name in found)
+    hidden = () if precision == "float64" else wanted.differs
+    required = {check.name for check in checks}.difference(hidden) if differ else wanted.differs
     declared = Declared(
         names=wanted.differs,
-        equal=() if has_enough else tuple(name for name in wanted.differs if name not in found),
+        differ=differ,
+        equal=tuple(name for name in wanted.differs if name in required and name not in found),
         has_more=bool(found - set(wanted.differs)),
         because=wanted.because,
     )

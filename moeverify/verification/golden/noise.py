@@ -18,9 +18,8 @@ HELD_KEY, FREE_KEY = "near ties/held", "near ties/free"
 """The keys of the numbers of choices near a tie in the perturbed runs; see `NearTieCounts`."""
 
 # `mixed` computes in bfloat16 and stores parameters, gradients, moments and updates in float32. Its epsilon
-# is the one of float32: weights are nudged by it, and a tensor far smaller than the others of its kind is
-# still stored in float32. In `bfloat16` it could vanish beside them. The error of the bfloat16 arithmetic
-# is measured per tensor.
+# is the one of float32: a tensor far smaller than the others of its kind is still stored in float32. In
+# `bfloat16` it could vanish beside them. The error of the bfloat16 arithmetic is measured per tensor.
 EPSILON: Mapping[Precision, float] = {
     "float64": 2.0**-52,
     "float32": 2.0**-23,
@@ -57,3 +56,8 @@ def update_drift_key(step: int, name: str, *, forced: bool = False) -> str:
 def sign_flip_key(step: int, name: str, *, forced: bool = False) -> str:
     """Return the key of the part of `update_drift_key` from elements whose update changes its sign."""
     return noise_key(step, "sign flips", name, forced=forced)
+
+
+def squares_key(step: int, name: str, *, forced: bool = False) -> str:
+    """Return the key of the part of a second moment of Adam that the square of the gradient noise adds."""
+    return noise_key(step, "squares", name, forced=forced)

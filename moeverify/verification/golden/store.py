@@ -31,7 +31,7 @@ from moeverify.parallel.regions.sketch import MOMENTS
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
-_VERSION = 7
+_VERSION = 8
 _MOST_WAITS, _WAIT = 20, 0.1  # seconds each
 _FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "sketches"}
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moeverify.cases.schema import Recipe
+from moeverify.cases.schema import Precision, Recipe
 from moeverify.hashing import hash_counter, in_chunks, key_of
 from moeverify.model.float8_scaling import FLOAT8
 from moeverify.parallel.regions.observer import INITIAL
@@ -45,6 +45,14 @@ _NARROW_FLOOR = 1e-12
 """The least error that moved roundings of float32 can cause; below it a tensor does not depend on them."""
 
 _OF_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE)
+
+_NUDGE: Mapping[Precision, float] = {**EPSILON, "mixed": 2.0**-9}
+"""Relative change of each initial weight: one unit of its dtype.
+
+A forward pass in mixed precision rounds weights to bfloat16 and would not see a unit of float32: the run would
+repeat the plain one, and the noise would be that of a single run. With a quarter of a unit of bfloat16 many
+weights, and all values after them, are rounded anew.
+"""
 
 _MOVED_RUNS = 3
 """Runs with moved roundings. Their errors are added: one run may change a single number by almost nothing."""
@@ -141,7 +149,7 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[tuple[P
     - the unmodified program, if the recipe's precision is not float64 as in the golden
     - rows in another order
     - rows in other micro-batches, if the answer does not depend on them
-    - initial weights off by one unit in the last place
+    - initial weights off by one unit in the last place, or a part of one in mixed precision
     - the programs of `perturbed_scales`
 
     Layouts change the same properties: the order of sums, the share of the batch in one product, and the
@@ -158,7 +166,7 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[tuple[P
         regrouped.num_micro_batches = 2
         yield "micro-batches", regrouped
     nudged = assemble_single(recipe, device)
-    _nudge(nudged, EPSILON[recipe.precision], recipe.seed)
+    _nudge(nudged, _NUDGE[recipe.precision], recipe.seed)
     yield "moved weights", nudged
     for program in perturbed_scales(recipe, device):
         yield "float8", program

@@ -14,6 +14,10 @@ stored value.
 Adam adds its weight decay to the gradient. There, the sign of the sum of both matters. A weight that moved
 in the other direction also affects the moments of later steps, which get the same allowance.
 
+A second moment holds squares of gradients. An error of a gradient that grows by PUSH adds PUSH times its linear
+term to a square, which is PUSH times the measured error, but PUSH ** 2 times its quadratic term. The rest of that
+term is stored too (`squares_key`). It is small where the noise is.
+
 Source of the optimizer: Kingma and Ba 2014 (arXiv 1412.6980), algorithm 1; AdamW: arXiv 1711.05101,
 algorithm 2.
 """
@@ -36,7 +40,7 @@ from moeverify.train.optimizer_kinds import OPTIMIZER
 from moeverify.train.program import Program
 from moeverify.train.state import TrainingState
 from moeverify.verification.checks.base import Watch
-from moeverify.verification.golden.noise import sign_flip_key, update_drift_key
+from moeverify.verification.golden.noise import sign_flip_key, squares_key, update_drift_key
 from moeverify.verification.golden.store import StoredGolden
 
 PUSH = Tolerance().factor
@@ -92,14 +96,18 @@ class GradientNoise(Watch[None]):
         """
         return self._rows.get((step, name))
 
+    def list_names(self) -> list[str]:
+        """Return the names of all parameters that had a gradient."""
+        return sorted({name for _, name in self._rows})
+
 
 def propagate(
     recipe: Recipe, reference: StoredGolden, noise: GradientNoise, device: torch.device, *, forced: bool
 ) -> dict[str, float]:
     """Return the change of updates and moments by gradient noise, and by sign flips alone, by key.
 
-    The keys are `update_drift_key`, whose value includes the rounding of the optimizer, and
-    `sign_flip_key`. Unit: relative to the norm of the golden's update.
+    The keys are `update_drift_key`, whose value includes the rounding of the optimizer, `sign_flip_key`, and
+    `squares_key` for second moments. Unit: relative to the norm of the golden's tensor.
     """
     moved = _replay(recipe, reference, noise, device, "float64", forced=True)
     if not forced:
@@ -113,7 +121,37 @@ def propagate(
         drift, flips = (errors / PUSH).tolist()
         found[sign_flip_key(step, name, forced=forced)] = flips
         found[update_drift_key(step, name, forced=forced)] = drift + rounded[step, name][0].item()
+    return found | _grow_squares(recipe, reference, noise, forced=forced)
+
+
+@torch.no_grad()
+def _grow_squares(
+    recipe: Recipe, reference: StoredGolden, noise: GradientNoise, *, forced: bool
+) -> dict[str, float]:
+    """Return the quadratic term of gradient noise in each second moment, beyond PUSH times itself.
+
+    The result is by `squares_key`, and divided by PUSH.
+    """
+    decay, found = recipe.optimizer.betas[1], {}
+    for name in noise.list_names():
+        squares = torch.zeros(())
+        for step in range(recipe.steps):
+            moment = reference.find(step, Kind.OPTIMIZER_STATE, f"{name}.exp_avg_sq")
+            rows = noise.of(step, name)
+            if moment is None or rows is None or not moment.any():
+                continue
+            fresh = (1.0 - decay) * (_read_clip(reference, step) * rows.cpu()).square()
+            squares = fresh if forced else decay * squares + fresh
+            size = torch.linalg.vector_norm(squares.expand_as(moment).to(torch.float64))
+            share = float(size / torch.linalg.vector_norm(moment.to(torch.float64)))
+            found[squares_key(step, f"{name}.exp_avg_sq", forced=forced)] = (PUSH - 1.0) * share
     return found
+
+
+def _read_clip(reference: StoredGolden, step: int) -> float:
+    """Return the golden's clip coefficient of a step; noise changes the norm of all gradients far less."""
+    clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
+    return 1.0 if clip is None else float(clip)
 
 
 @torch.no_grad()
@@ -172,9 +210,7 @@ def _fill_gradients(
     decays: Mapping[Tensor, float],
 ) -> None:
     """Set the gradients of parameters to the golden's gradients of a step, clipped and pushed by the noise."""
-    # Use the golden's clip coefficient: noise changes the norm of all gradients far less.
-    clip = reference.read(step, Kind.GRADIENT_NORM, "clip_coefficient", SCALAR)
-    coefficient = 1.0 if clip is None else float(clip)
+    coefficient = _read_clip(reference, step)
     for shard in program.shards:
         gradient = reference.read(step, Kind.GRADIENT, shard.name, shard.region)
         shard.tensor.grad = None

@@ -62,11 +62,16 @@ def test_plants_to_which_a_precision_does_not_apply(
 
 
 def test_each_seed_is_a_plant_of_its_own() -> None:
-    first, second = variants.vary_seed(make_plant({"dp_shard": 2}), 2)
+    first, second = variants.vary_seed(make_plant({"dp_shard": 2}), range(1, 3))
     assert (first.id, second.id) == ("p1-seed-1", "p1-seed-2")
     assert second.case["recipe"] == {"base": "small", "seed": 2}
-    assert variants.vary_seed(first, 0) == [first]
-    assert variants.vary_seed(second, 1)[0].case["recipe"] == {"base": "small", "seed": 1}
+    assert variants.vary_seed(first, range(0)) == [first]
+    assert variants.vary_seed(second, range(1, 2))[0].case["recipe"] == {"base": "small", "seed": 1}
+
+
+def test_seeds_are_a_number_or_a_range() -> None:
+    assert list(variants.read_seeds("3")) == [1, 2, 3]
+    assert list(variants.read_seeds("11-13")) == [11, 12, 13]
 
 
 def test_a_case_of_a_file_is_a_clean_plant_with_the_recipes_beside_it(tmp_path: Path) -> None:

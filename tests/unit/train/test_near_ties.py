@@ -77,7 +77,22 @@ def test_rows_near_a_tie_alone_are_kept() -> None:
     [(step, kind, name)] = golden.found
     assert (step, kind) == (0, Kind.NEAR_TIES)
     kept = golden.found[step, kind, name]
-    assert torch.equal(kept, torch.cat([SCORES[[0, 2]], torch.tensor([[1.0], [2.0]])], dim=1))
+    numbers, chosen = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [2.0]])
+    assert torch.equal(kept, torch.cat([numbers, SCORES[[0, 2]], chosen], dim=1))
+
+
+def test_rows_are_numbered_through_all_calls_of_a_step() -> None:
+    golden = Kept()
+    ties = NearTies(make_recipe(), None, NearTieCounts())
+    for step in (0, 1):
+        ties.begin_step(step)
+        with ties:
+            SCORES.topk(1)
+            SCORES[2:].topk(1)
+        ties.show(golden)
+        kept = golden.find(step, Kind.NEAR_TIES, "topk 1 of 4")
+        assert kept is not None
+        assert kept[:, 0].tolist() == [0, 2, 3]
 
 
 def test_a_run_repeats_the_choice_and_takes_its_number() -> None:
@@ -124,6 +139,27 @@ def test_rows_are_found_in_any_order_and_shape(shape: tuple[int, ...]) -> None:
     with repeat(keep(SCORES)):
         indices = ROUNDED.flip(0).reshape(shape).topk(1).indices
     assert indices.flatten().tolist() == [2, 0, 1]
+
+
+ALIKE = torch.tensor(
+    [[0.50, 0.49, 0.1], [0.20, 0.10, 0.2], [0.51, 0.47, 0.1], [0.48, 0.49, 0.1], [0.30, 0.29, 0.3]],
+    dtype=torch.float64,
+)
+"""Rounding makes row 2 or row 0 look like row 3, which has another choice."""
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_the_rows_around_it_tell_a_row_from_others_that_are_alike(first: int) -> None:
+    rows = ALIKE[first:].to(torch.bfloat16)
+    rows[0] = torch.tensor([0.485, 0.48, 0.1])
+    with repeat(keep(ALIKE)):
+        assert torch.equal(rows.topk(1).indices, ALIKE[first:].topk(1).indices)
+
+
+def test_without_rows_around_it_a_row_is_the_nearest_one() -> None:
+    row = torch.tensor([[0.485, 0.48, 0.1]], dtype=torch.bfloat16)
+    with repeat(keep(ALIKE)):
+        assert row.topk(1).indices.item() == 1
 
 
 def test_the_order_of_chosen_numbers_is_repeated() -> None:
@@ -173,7 +209,7 @@ def test_masked_numbers_are_no_tie() -> None:
     golden = keep(masked, 0, torch.topk, 3)
     kept = golden.find(0, Kind.NEAR_TIES, "topk 3 of 4")
     assert kept is not None
-    assert kept[:, :2].tolist() == [[0.5, 0.502]]
+    assert kept[:, 1:3].tolist() == [[0.5, 0.502]]
 
 
 @pytest.mark.parametrize("limit", ["_MOST_VALUES", "_MOST_COMPARED"])

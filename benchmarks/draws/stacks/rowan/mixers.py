@@ -223,7 +223,10 @@ def chunk_step(state, q, k, v, beta, decay, doc, before):
     carry = (log.exp() * live)[..., None]
     mix = (beta[..., None] * (k @ k.mT) * fade).tril(-1) + torch.eye(size, dtype=q.dtype, device=q.device)
     rhs = beta[..., None] * (v - carry * (k @ state))
-    new = torch.linalg.solve_triangular(mix, rhs, upper=False, unitriangular=True)
+    wide = torch.promote_types(q.dtype, torch.float32)  # torch cannot solve in 16 bits
+    new = torch.linalg.solve_triangular(mix.to(wide), rhs.to(wide), upper=False, unitriangular=True).to(
+        q.dtype
+    )
     out = carry * (q @ state) + ((q @ k.mT) * fade) @ new
     last = fade[..., -1, :, None]  # anchor: state-fade
     if here().odd("rowan-state-fade"):

@@ -50,7 +50,11 @@ def test_exactly_what_is_declared_must_differ(
     decided, declared = apply_declared_differences(wanted, checks)
     assert decided == verdict
     assert declared == Declared(
-        names=("loss", "gradient"), equal=equal, has_more=has_more, because="means another thing"
+        names=("loss", "gradient"),
+        differ=tuple(name for name in found if name != "update"),
+        equal=equal,
+        has_more=has_more,
+        because="means another thing",
     )
     assert describe_declared(declared) == words
 
@@ -66,3 +70,16 @@ def test_below_float64_rounding_may_hide_a_declared_difference_but_not_all_of_th
     assert decide("bfloat16", loss="mismatch", update="mismatch") == "mismatch"
     assert decide("float64", loss="mismatch", gradient="pass") == "mismatch"
     assert decide("float64", loss="mismatch", gradient="mismatch") == "pass"
+
+
+def test_one_declaration_serves_precisions_that_make_other_checks() -> None:
+    wanted = Checks(differs=("loss", "modules"), because="means another thing")
+
+    def decide(precision: Precision, **verdicts: str) -> str:
+        return apply_declared_differences(wanted, make_checks(**verdicts), precision)[0]
+
+    assert decide("float64", loss="mismatch", gradient="pass") == "pass"
+    assert decide("bfloat16", loss="pass", modules="mismatch") == "pass"
+    assert decide("float64", loss="mismatch", modules="pass") == "mismatch"
+    assert decide("float64", loss="pass") == "mismatch"
+    assert decide("float64", gradient="pass") == "mismatch"

@@ -167,7 +167,41 @@ def test_an_eps_far_above_the_gradients_leaves_nothing_to_turn(tmp_path: Path) -
 
 def test_the_gradients_own_bound_is_as_before(golden: StoredGolden) -> None:
     found = propagate(make_recipe(), golden, show_noise(golden), CPU, forced=False)
-    assert {key.split("/")[1] for key in found} == {"update drift", "sign flips"}
+    assert {key.split("/")[1] for key in found} == {"update drift", "sign flips", "squares"}
+
+
+def moment_error(size: float, *, forced: bool) -> float:
+    """Return the error of the second step's second moment if each gradient `far` is larger by `size`."""
+    decay = 0.95
+
+    def moment(off: float) -> Tensor:
+        first, second = (make_gradient("far", step).abs() for step in (0, 1))
+        first = first if forced else first + off
+        return decay * (1 - decay) * first**2 + (1 - decay) * (second + off) ** 2
+
+    right = moment(0.0)
+    return float((moment(size) - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("size", [0.01, 0.5])
+def test_a_second_moment_may_be_off_by_the_square_of_all_gradient_noise(
+    golden: StoredGolden, size: float, forced: bool
+) -> None:
+    key, name = (1, "optimizer_state", "far.exp_avg_sq"), "far.exp_avg_sq"
+    own = moment_error(size, forced=forced)
+    noise = {noise_key(1, "optimizer_state", name, forced=forced): own}
+    noise |= propagate(make_recipe(), golden, show_noise(golden, size), CPU, forced=forced)
+    bounds = Bounds(Tolerance(), "mixed", noise, forced=forced)
+    allowed = bounds.bound(key, Criterion(), Norms(1.0, 1.0))
+    assert allowed == pytest.approx(moment_error(8 * size, forced=forced), rel=0.02)
+    assert (allowed > 1.5 * 8 * own) == (size == 0.5)
+
+
+def test_a_first_moment_squares_nothing(golden: StoredGolden) -> None:
+    found = propagate(make_recipe(), golden, show_noise(golden), CPU, forced=False)
+    names = {key.rpartition("/")[2] for key in found if "/squares/" in key}
+    assert names == {f"{name}.exp_avg_sq" for name in ("far", "near", "many")}
 
 
 def test_each_row_is_pushed_by_its_own_noise_and_a_zero_is_not() -> None:
