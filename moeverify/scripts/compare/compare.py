@@ -31,10 +31,12 @@ from moeverify.scripts.compare.calls import find_wrong_calls
 from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
 from moeverify.scripts.compare.explain import explain_gradients, explain_norm
+from moeverify.scripts.compare.float_rows import add_float_rows
 from moeverify.scripts.compare.limits import (
     UNITS,
     Precision,
     are_undecided,
+    list_row_bounds,
     make_bounds,
     measure_rounding,
     set_aside,
@@ -79,7 +81,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     measured = noise if noise is not None and shows_noise_of(noise, precision) else None
     noise_by_key = _measure_noise(expected, measured, steps)
     bounds = make_bounds(precision, noise_by_key, steps[0], measure_rounding(expected))
-    outcomes = _check_script(expected, actual, places, steps)
+    outcomes = _check_script(expected, actual, places, steps, precision)
     outputs = OutputComparer(expected, actual)
     tensors = _assemble(comparer, outputs, steps)
     compared = ComparedTensors(_coordinates(actual), tensors, bounds)
@@ -176,17 +178,18 @@ def _check_comparable(expected: RecordedRun, actual: RecordedRun, steps: Sequenc
 
 
 def _check_script(
-    expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int]
+    expected: RecordedRun, actual: RecordedRun, places: Places, steps: list[int], precision: Precision
 ) -> list[CheckOutcome]:
     """Return the outcomes of the checks that precede any comparison of tensors."""
+    drawn = add_float_rows(expected, actual, list_row_bounds(precision, steps))
     options = list(find_other_options(expected, actual, places, steps))
     num_options = len({name for group in actual.ranks[0].options for name in group.options})
     num_calls = sum(len(rank.calls) for rank in actual.ranks)
     found: list[tuple[ScriptCheck, list[Finding], int]] = [
         (
             ScriptCheck.BATCH,
-            list(find_other_rows(expected, actual, steps)),
-            count_inputs(expected, actual, steps),
+            list(find_other_rows(*drawn, steps)),
+            count_inputs(*drawn, steps),
         ),
         (ScriptCheck.PARAMETERS, list(find_other_parameters(expected, places)), len(expected.names)),
         # A schedule that steps too often changes the learning rate; the calls are then the cause.

@@ -103,6 +103,11 @@ class NarrowBounds(ScriptBounds):
         return max(super().bound(key, criterion, norms), least)
 
 
+def list_row_bounds(precision: Precision, steps: Sequence[int]) -> dict[int, float]:
+    """Return the largest relative error of equal rows of a computed input by step."""
+    return {step: _BOUNDS[precision] * _GROWTH ** (step - steps[0]) for step in steps}
+
+
 def shows_noise_of(noise: RecordedRun, precision: Precision) -> bool:
     """Return whether the nudge of a run is as large as the rounding of the precision's arithmetic."""
     if precision != "mixed" or noise.ranks[0].header.nudge_dtype is not None:

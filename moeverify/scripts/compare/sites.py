@@ -35,9 +35,12 @@ def add_sites(run: RecordedRun, finding: Finding) -> Finding:
     if rank is None or finding.follows:
         return finding
     calls = calls_of(rank, max(finding.step, 0))
-    drawn = next((row.site for row in rank.rows if row.step == finding.step and row.site), "")
+    drawn = [row.site for row in rank.rows if row.step == finding.step]
+    drawn += [line.site for line in rank.drawn if line.step == finding.step]
     chosen, used = _CHOSEN.get(finding.check, ()), _find_use(rank, finding.tensor)
-    return finding.model_copy(update={"sites": list_sites(chosen, calls, data=drawn, used=used)})
+    return finding.model_copy(
+        update={"sites": list_sites(chosen, calls, data=next(filter(None, drawn), ""), used=used)}
+    )
 
 
 def _find_use(rank: RankRecord, tensor: str) -> str:

@@ -23,6 +23,10 @@ class DetachedParts:
         self._trained: set[int] = set()
         self._num_steps: dict[int, int] = {}
 
+    def see_gradients(self, shards: Sequence[LocalShard]) -> None:
+        """Add the parameters that have a gradient: a script may drop it before the step to freeze a layer."""
+        self._trained |= {id(shard.tensor) for shard in shards if shard.tensor.grad is not None}
+
     def find(
         self,
         optimizer: Optimizer,
@@ -38,7 +42,7 @@ class DetachedParts:
         """
         own = {id(shard.tensor): shard.name for shard in shards if shard.tensor.requires_grad}
         got = {id(shard.tensor) for shard in shards if shard.tensor.grad is not None}
-        self._trained |= got
+        self.see_gradients(shards)
         self._num_steps[id(optimizer)] = number = self._num_steps.get(id(optimizer), 0) + 1
         if number != _TIMES or 2 * len(got) < len(own):
             return []

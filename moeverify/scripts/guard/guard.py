@@ -30,12 +30,12 @@ from moeverify.scripts.guard.samples import is_varied, measure_samples
 from moeverify.scripts.guard.sampling import Sampling, describe_tensor
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.scripts.guard.update import UpdateWatch
-from moeverify.scripts.record.draw import find_draw
+from moeverify.scripts.record.draw import find_batch, find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
-from moeverify.scripts.record.model import find_rows, hash_rows, is_number, list_dropouts, unwrap
+from moeverify.scripts.record.model import has_parameters, hash_rows, is_number, list_dropouts, unwrap
 from moeverify.scripts.record.options import list_options
 from moeverify.train.calls.call import LoopCall
-from moeverify.train.calls.listener import find_scale, find_site, is_inner_file, safely
+from moeverify.train.calls.listener import find_enclosing_step, find_scale, find_site, is_inner_file, safely
 from moeverify.verification.collectives.interception import Collective
 from moeverify.verification.collectives.trace import CollectiveTrace
 
@@ -90,7 +90,7 @@ class Guard(ModelListener):
             self.model.learn(module)
             self._finite.watch(module)
         self._learns = learns
-        if not learns:
+        if not learns or not has_parameters(module):
             return
         self.model.note_use(module)
         if not unwrap(module).training:
@@ -105,8 +105,7 @@ class Guard(ModelListener):
             name = type(module).__name__
             text = f"rows of the first pass: `{name}.forward` is called directly; `{name}` is taken for the model"
             self._sampling.unjudged.append(text)
-        # Only the first integer input: a mask beside it is equal for many rows.
-        tensor = next((each for _, each in find_rows(frame)), None)
+        tensor = find_batch(frame)
         if tensor is None:
             return
         self._stream.add(tensor)
@@ -152,6 +151,8 @@ class Guard(ModelListener):
         if self._finite.num_losses > _MOST_LOSSES:
             self._look_at_losses()
         self._add_call("backward")
+        if self.is_sampled:
+            self._detached.see_gradients(self.model.shards())
         if self.is_sampled and not self._clips_by_torch:
             self._sampling.before = self.measure_gradients()
 
@@ -199,7 +200,15 @@ class Guard(ModelListener):
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Sample the optimizer's inputs; see `Listener`."""
+        """Sample the optimizer's inputs; see `Listener`.
+
+        Of an optimizer that another one steps only the updates are checked, unless it is the same one.
+        """
+        enclosing = find_enclosing_step(optimizer)
+        if enclosing is not None:
+            if self.is_sampled and optimizer is not enclosing:
+                self._watch_updates(optimizer)
+            return
         has_closure = bool(values[1:] and values[1] is not None) or named.get("closure") is not None
         self._sampling.closures |= {id(optimizer)} if has_closure else set()
         self._end_collectives()
@@ -217,19 +226,24 @@ class Guard(ModelListener):
             place = self.step, self.find_rank()[0]
             parts = self._detached.find(optimizer, shards, self.model.owners, self.model.uses, place)
             self._sampling.findings += parts
-            watch = self._updates[id(optimizer)] = UpdateWatch(optimizer, shards)
-            self._sampling.unjudged += (notes := watch.list_unjudged())
-            self._sampling.is_known_kind &= not notes
+            self._watch_updates(optimizer)
+
+    def _watch_updates(self, optimizer: Optimizer) -> None:
+        self._updates[id(optimizer)] = UpdateWatch(optimizer, self.model.shards_of(optimizer))
 
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Sample the updated weights; see `Listener`."""
+        enclosing = find_enclosing_step(optimizer)
+        update = self._updates.pop(id(optimizer), None) if optimizer is not enclosing else None
+        if update is not None:
+            self._sampling.findings += update.finish(self.step, self.find_rank()[0])
+            self._sampling.note_kind(optimizer, enclosing, update.list_unjudged())
+        if enclosing is not None:
+            return
         if self.is_sampled:
             if id(optimizer) in self._sampling.closures:
                 self._sample_gradients(optimizer)
-            update = self._updates.pop(id(optimizer), None)
-            if update is not None:
-                self._sampling.findings += update.finish(self.step, self.find_rank()[0])
             own = [shard for shard in self.model.shards_of(optimizer) if id(shard.tensor) in self._tensors]
             self._sampling.stepped |= {id(shard.tensor) for shard in own}
             hashes = measure_samples([shard.local() for shard in own], only_hashes=True).hashes

@@ -24,6 +24,7 @@ from moeverify.train.calls.rules import find_emptied
 from moeverify.verification.collectives.ledger import LedgerEntry, Page, Stream, find_unequal, locate
 
 _IDLE_STEPS = 3  # sampled steps: from the third on, parameters without an optimizer are known
+_NO_ROWS = "data: no inputs of two or more dims were seen"
 
 
 class Judge:
@@ -36,6 +37,7 @@ class Judge:
         self._tokens: TokenRule
         self._copies: CopyRule
         self._done: set[object] = set()
+        self._has_rows = False
         self._is_uneven = False  # whether ranks step their optimizers at different places
         self.num_steps = 0
         self.unjudged: dict[str, None] = {}
@@ -89,8 +91,7 @@ class Judge:
             return
         yield from self._find_collectives(sampled)
         yield from self._tokens.find(sampled)
-        if not any(record.rows for record in sampled.values()):
-            self.unjudged["data: no integer inputs of two or more dims were seen"] = None
+        self._note_rows(list(sampled.values()))
         yield from self._copies.find(sampled)
         # Without replicas that are equal, no norm is right.
         if self._replicas.has_unequal_replicas(sampled):
@@ -99,6 +100,14 @@ class Judge:
             yield from self._norms.find(sampled)
             self.unjudged |= dict.fromkeys(self._norms.list_unjudged(sampled))
         yield from self._replicas.find(sampled)
+
+    def _note_rows(self, records: Sequence[StepRecord]) -> None:
+        """Mention that no rows were seen, until some are: of a `forward` called directly, the first are unseen."""
+        self._has_rows |= any(record.rows for record in records)
+        if self._has_rows:
+            self.unjudged.pop(_NO_ROWS, None)
+        else:
+            self.unjudged[_NO_ROWS] = None
 
     def _merge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         """Yield the findings of single ranks, merged over ranks; also merge findings of updates by cause."""

@@ -24,7 +24,7 @@ class RowStream:
         self._passes: list[tuple[int, Tensor, tuple[int, ...]]] = []
 
     def add(self, rows: Tensor) -> None:
-        """Store the first row of a batch. Shapes: (rows, ...) integers."""
+        """Store the first row of a batch. Shapes: (rows, ...)."""
         if self._num_passes < _MOST_PASSES:
             self._passes.append((self._num_passes, sum_rows(rows[:1]), _hash_generators()))
         self._num_passes += 1

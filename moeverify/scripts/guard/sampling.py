@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
@@ -42,9 +43,18 @@ class Sampling:
         self.is_traced = True
         self.is_known_kind = True
         self.takes_any = False
+        self._recomputed: set[int] = set()  # optimizers whose updates another one makes, of a known kind
         self.unjudged: list[str] = []
         self.nonfinite: Nonfinite | None = None
         self.findings: list[Finding] = []
+
+    def note_kind(self, optimizer: Optimizer, enclosing: Optimizer | None, unjudged: Sequence[str]) -> None:
+        """Store whether an optimizer's updates are recomputed: its own, or those of the one that it steps."""
+        if enclosing is not None and not unjudged:
+            self._recomputed.add(id(enclosing))
+        if enclosing is None and id(optimizer) not in self._recomputed:
+            self.unjudged += unjudged
+            self.is_known_kind &= not unjudged
 
     def list_clips(self, numbers: Mapping[int, int]) -> tuple[ClipLine, ...]:
         """Return the clips; `numbers` has the number of each tensor by the id of its parameter."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from moeverify.scripts.record.model import find_inputs
+from moeverify.scripts.record.model import find_inputs, is_rows, list_parts
 from moeverify.train.calls.listener import is_inner_file
 
 _MOST_FRAMES = 32
-_INPUT = "input "
+INPUT = "input "
+"""Beginning of the name of a model input in `list_batch`."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -38,7 +38,7 @@ def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
     integers are in variables of the functions between the draw of the batch and the call of the model.
     Excluded are activations of other ranks, which need gradients.
     """
-    given = [(f"{_INPUT}{name}", each) for name, each in find_inputs(frame) if _is_drawn(each)]
+    given = [(f"{INPUT}{name}", each) for name, each in find_inputs(frame) if _is_drawn(each)]
     if not given:
         return {}
     first = given[0][1]
@@ -46,15 +46,25 @@ def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
     for each in frames:
         found = [(f"{each.f_code.co_name}.{name}", value) for name, value in each.f_locals.items()]
         # Variables come first: the place of a micro-batch in a list depends on the number of micro-batches.
-        found += [(f"{name}.{key}", part) for name, value in found for key, part in _list_parts(value)]
+        found += [(f"{name}.{key}", part) for name, value in found for key, part in list_parts(value)]
         given += [(name, part) for name, part in found if _is_drawn(part) and _is_beside(part, first)]
     once = {id(tensor): name for name, tensor in reversed(given)}
     return {name: tensor for name, tensor in given if once[id(tensor)] == name}
 
 
+def find_batch(frame: FrameType | None) -> Tensor | None:
+    """Return the input of the model that identifies the rows of the batch: integers, if there are any.
+
+    Another input is the batch only if no gradient passes through it: it is no activation of another rank.
+    """
+    inputs = [each for _, each in find_inputs(frame) if each.ndim > 1]
+    drawn = [each for each in inputs if _is_drawn(each) and not each.is_complex()]
+    return next((each for each in inputs if is_rows(each)), drawn[0] if drawn else None)
+
+
 def is_input(name: str) -> bool:
     """Return whether a name of `list_batch` belongs to an input of the model."""
-    return name.startswith(_INPUT)
+    return name.startswith(INPUT)
 
 
 def _is_drawn(value: object) -> bool:
@@ -86,13 +96,6 @@ def _find_frames(frame: FrameType | None, tensor: Tensor) -> tuple[list[FrameTyp
     return frames[:num_found], found
 
 
-def _list_parts(value: Any) -> list[tuple[object, object]]:
-    """Return the elements of a container with their keys; a batch of transformers is a `UserDict`."""
-    if isinstance(value, dict | UserDict):
-        return list(value.items())
-    return list(enumerate(value)) if type(value) in (list, tuple) else []
-
-
 def _find_memory(value: object) -> int:
     try:
         return value.untyped_storage().data_ptr() if isinstance(value, Tensor) else 0
@@ -104,7 +107,7 @@ def _find_name(variables: Mapping[str, Any], storage: int) -> str:
     """Return the variable with the largest tensor in this memory, also as an element of a container."""
     best, size = "", 0
     for name, value in variables.items():
-        for _, part in (("", value), *_list_parts(value)):
+        for _, part in (("", value), *list_parts(value)):
             if isinstance(part, Tensor) and part.numel() > size and _find_memory(part) == storage:
                 best, size = name, part.numel()
     return best

@@ -114,7 +114,7 @@ class Rows(Record):
 class Drawn(Record):
     """A tensor of the batch of a forward pass, or the state of a generator before it (`generator cpu`).
 
-    `model` is the number of the model in the script.
+    `model` is the number of the model in the script. `site` is the file:line that drew an input.
     """
 
     line: Literal["drawn"] = "drawn"
@@ -126,6 +126,7 @@ class Drawn(Record):
     dtype: str
     offset: int
     bits: int
+    site: str = ""
 
 
 class Output(Record):

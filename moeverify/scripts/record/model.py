@@ -8,6 +8,7 @@ https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/tensor_frag
 from __future__ import annotations
 
 import gc
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from moeverify.verification.compare.difference import hash_words
 ROOT = "model"
 """Name of an outermost module."""
 _NARROW = (torch.float16, torch.bfloat16)
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 _FRAMES = 4  # frames from our hook up to torch's frame with the model's arguments
 
 
@@ -188,24 +190,27 @@ class WatchedModel:
 
 
 def hash_rows(tensor: Tensor) -> Tensor:
-    """Return a 64-bit hash of each row. Shapes: (rows, ...) integers; returns (rows,) int64 on the CPU."""
+    """Return a 64-bit hash of each row. Shapes: (rows, ...); returns (rows,) int64 on the CPU."""
     return sum_rows(tensor).cpu()
 
 
 def sum_rows(tensor: Tensor) -> Tensor:
     """Return the hashes of `hash_rows` on the tensor's device, without waiting for it."""
-    flat = tensor.detach().reshape(len(tensor), -1).to(torch.int64)
+    flat = tensor.detach().reshape(len(tensor), -1).contiguous()
+    if flat.is_floating_point():
+        flat = flat.view(_BITS[flat.element_size()])
+    flat = flat.to(torch.int64)  # of one width, since runs may have other integer dtypes
     places = torch.arange(flat.shape[1], device=flat.device)
     return hash_words(flat, places).sum(dim=1)
 
 
 def find_rows(frame: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of the integer inputs (rows, ...) of the module call around a hook."""
-    yield from ((name, each) for name, each in find_inputs(frame) if _is_rows(each))
+    yield from ((name, each) for name, each in find_inputs(frame) if is_rows(each))
 
 
 def find_inputs(frame: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of all tensors that the module call around a hook gets.
+    """Yield (name, tensor) of all tensors that the module call around a hook gets, alone or in a container.
 
     torch's global hooks do not receive keyword arguments, which models often use. They are read from the
     frame in which torch holds them while it calls its hooks.
@@ -215,14 +220,28 @@ def find_inputs(frame: Any) -> Iterator[tuple[str, Tensor]]:
             return
         values, named = frame.f_locals.get("args"), frame.f_locals.get("kwargs")
         if isinstance(values, tuple) and isinstance(named, dict):
-            inputs = [*((str(n), each) for n, each in enumerate(values)), *named.items()]
-            yield from ((name, each) for name, each in inputs if isinstance(each, Tensor))
+            for name, each in (*enumerate(values), *named.items()):
+                parts = [(f"{name}.{key}", part) for key, part in list_parts(each)]
+                yield from (pair for pair in ((str(name), each), *parts) if isinstance(pair[1], Tensor))
             return
         frame = frame.f_back
 
 
-def _is_rows(value: Tensor) -> bool:
+def list_parts(value: Any) -> list[tuple[object, Any]]:
+    """Return the elements of a container with their keys; a batch of transformers is a `UserDict`."""
+    if isinstance(value, dict | UserDict):
+        return list(value.items())
+    return list(enumerate(value)) if type(value) in (list, tuple) else []
+
+
+def is_rows(value: Tensor) -> bool:
+    """Return whether a tensor has integer rows."""
     return value.ndim > 1 and not value.is_floating_point() and not value.is_complex()
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether a module has parameters; a loss function or a transform of the data has none."""
+    return next(module.parameters(), None) is not None
 
 
 def unwrap(module: nn.Module) -> nn.Module:

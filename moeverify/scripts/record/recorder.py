@@ -6,7 +6,7 @@ import atexit
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,14 @@ from moeverify.results.checks import Kind
 from moeverify.scripts.record.draw import find_draw, list_batch
 from moeverify.scripts.record.lines import REDUCES, Header, Note, Rows, ScriptEnd
 from moeverify.scripts.record.listener import ModelListener, identify
-from moeverify.scripts.record.model import compute_dtype, find_dropout, find_rows, hash_rows, is_number
+from moeverify.scripts.record.model import (
+    compute_dtype,
+    find_dropout,
+    find_rows,
+    has_parameters,
+    hash_rows,
+    is_number,
+)
 from moeverify.scripts.record.options import list_options
 from moeverify.scripts.record.outputs import ModuleOutputs
 from moeverify.scripts.record.rank_file import RankFile
@@ -33,7 +40,7 @@ from moeverify.scripts.record.replay import Pass, Replay, keep_batch
 from moeverify.scripts.record.settings import Settings
 from moeverify.scripts.record.tensors import hash_random, keep_tensor
 from moeverify.train.calls.call import LoopCall
-from moeverify.train.calls.listener import find_scale, find_site, safely, to_float
+from moeverify.train.calls.listener import find_enclosing_step, find_scale, find_site, safely, to_float
 
 if TYPE_CHECKING:
     from moeverify.scripts.record.operators import StepOperators
@@ -108,7 +115,12 @@ class ScriptRecorder(ModelListener):
 
     @safely
     def before_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
-        """Record gradients, options and initial weights of the optimizer."""
+        """Record gradients, options and initial weights of the optimizer.
+
+        Its step includes the steps of optimizers that it calls.
+        """
+        if find_enclosing_step(optimizer) is not None:
+            return
         step = self._find_step(optimizer)
         self.step = max(self.step, step)
         self._add_call("optimizer step", scale=find_scale(self.scaler))
@@ -136,6 +148,10 @@ class ScriptRecorder(ModelListener):
     @safely
     def after_step(self, optimizer: Optimizer, values: Any, named: Any) -> None:
         """Record the updates; after the last step of the settings, stop."""
+        enclosing = find_enclosing_step(optimizer)
+        if enclosing is not None:
+            self._keep_inner_state(optimizer, enclosing)
+            return
         step = self._find_step(optimizer)
         if self.settings.includes(step):
             site = self._reductions.end()
@@ -202,14 +218,14 @@ class ScriptRecorder(ModelListener):
         self.take_model(module)
         if self._outputs is not None:
             self._outputs.end()
-        if learns and not module.training:
+        if learns and not module.training and has_parameters(module):
             self._add_call("eval forward")
-        if not learns or not module.training or not self._records():
+        if not learns or not module.training or not has_parameters(module) or not self._records():
             return
         self._add_call("forward")
         number = self._forwards[1] if self._forwards[0] == self.step else 0
         self._forwards = self.step, number + 1
-        self._take_batch(module, number, list_batch(frame))
+        self._take_batch(module, number, frame)
         sizes = None
         for name, tensor in find_rows(frame):
             rows = tuple(hash_rows(tensor)[:_MOST_ROWS].tolist())
@@ -224,8 +240,9 @@ class ScriptRecorder(ModelListener):
         if self._operators is not None:
             self._operators.begin(self.step, module, self.model.name_shards(module))
 
-    def _take_batch(self, module: nn.Module, number: int, batch: Mapping[str, Tensor]) -> None:
+    def _take_batch(self, module: nn.Module, number: int, frame: Any) -> None:
         """Record the batch of a forward pass, and replace it first if batches are replayed."""
+        batch = list_batch(frame)
         model = next((place for place, root in enumerate(self.model.roots) if root is module), 0)
         place = Pass(self.step, number, model)
         if self.settings.replay is not None:
@@ -238,7 +255,7 @@ class ScriptRecorder(ModelListener):
             self._replay.replace(place, batch)
             if self._replay.has_mixed_passes and not had_mixed:
                 self._open().add(Note(about="mixed", step=self.step))
-        keep_batch(self._open(), self.settings.limit, place, batch)
+        keep_batch(self._open(), self.settings.limit, place, batch, frame)
 
     def take_model(self, module: nn.Module) -> None:
         """Register a model, and prepare it if it is new."""
@@ -318,6 +335,12 @@ class ScriptRecorder(ModelListener):
                 own=self._own[key] if (key := id(shard.tensor)) in self._own else hash_random(shard.local()),
                 site=uses.get(id(shard.tensor), ""),
             )
+
+    def _keep_inner_state(self, optimizer: Optimizer, enclosing: Optimizer) -> None:
+        step = self._find_step(enclosing)
+        if optimizer is not enclosing and self.settings.includes(step):
+            for shard in self.model.shards_of(optimizer):
+                self._keep_state(optimizer, step, shard)
 
     def _keep_state(self, optimizer: Optimizer, step: int, shard: LocalShard) -> None:
         """Record state in the parameter's shape: moments, but no step counters or factored moments."""

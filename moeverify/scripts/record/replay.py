@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
 
 from moeverify.errors import FormatError
-from moeverify.scripts.record.draw import is_input
+from moeverify.scripts.record.draw import find_draw, is_input
 from moeverify.scripts.record.lines import Drawn
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.read import RankRecord, RecordedRun
@@ -30,8 +31,12 @@ class Pass:
     model: int
 
 
-def keep_batch(file: RankFile, limit: int, place: Pass, batch: Mapping[str, Tensor]) -> None:
+def keep_batch(
+    file: RankFile, limit: int, place: Pass, batch: Mapping[str, Tensor], frame: FrameType | None
+) -> None:
     """Write the tensors of a batch up to `limit` bytes, and the states of torch's generators.
+
+    `frame` is a frame below the script's call of the model.
 
     Raises: OSError when writing fails.
     """
@@ -39,6 +44,7 @@ def keep_batch(file: RankFile, limit: int, place: Pass, batch: Mapping[str, Tens
     for name, tensor in (*batch.items(), *states.items()):
         if tensor.numel() * tensor.element_size() <= limit:
             line = {"step": place.step, "forward": place.forward, "model": place.model, "name": name}
+            line |= {"site": find_draw(frame, tensor) if is_input(name) else ""}
             line |= {"shape": tuple(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
             bits = int(fingerprint_bits(tensor)) if tensor.numel() else 0
             file.add(Drawn.model_validate({**line, "offset": file.keep(tensor), "bits": bits}))
@@ -60,7 +66,9 @@ class Replay:
 
     def describe(self) -> str:
         """Return the ranks and the lines of the script that drew the batches."""
-        lines = sorted({rows.site for rank in self.run.ranks for rows in rank.rows if rows.site})
+        found = {rows.site for rank in self.run.ranks for rows in rank.rows}
+        found |= {line.site for rank in self.run.ranks for line in rank.drawn}
+        lines = sorted(filter(None, found))
         num_ranks = self.run.world_size
         return f"{num_ranks} ranks of {self.run.folder.name} drew{' at ' if lines else ''}{', '.join(lines)}"
 

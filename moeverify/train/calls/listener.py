@@ -30,6 +30,7 @@ _Self = TypeVar("_Self", bound="Listener")
 _OURS = str(Path(__file__).parents[2])
 _INSTALLED = ("site-packages", "dist-packages")
 _TORCH = str(Path(torch.__file__).parent)
+_STEP = f"{Optimizer.profile_hook_step.__qualname__}.<locals>.wrapper"
 DECORATORS = ("/contextlib.py", "/functools.py", "/typing_extensions.py", "/warnings.py")
 """Files whose decorators wrap torch functions: their frames are between a torch function and its caller."""
 
@@ -215,6 +216,36 @@ def find_scale(scaler: object) -> float | None:
     states = scaler._per_optimizer_states.values()
     is_unscaled = any(state["stage"] is OptState.UNSCALED for state in states)
     return None if is_unscaled else float(scaler.get_scale())
+
+
+def find_enclosing_step(optimizer: Optimizer) -> Optimizer | None:
+    """Return the outermost optimizer with all parameters of this one whose running `step` called its `step`.
+
+    ZeroRedundancyOptimizer, for example, steps an optimizer of this rank's share. A subclass may call the
+    `step` of its base class: the result is `optimizer` itself whenever one of its steps encloses this one.
+    Call it from a hook of a step.
+    """
+    own = _list_parameters(optimizer)
+    found: Optimizer | None = None
+    frame = _find_step_frame(sys._getframe(1))  # the step of this hook
+    while frame is not None and (frame := _find_step_frame(frame.f_back)) is not None:
+        outer = frame.f_locals.get("self")
+        if isinstance(outer, Optimizer) and own <= _list_parameters(outer):
+            found = outer
+        if found is optimizer:
+            break
+    return found
+
+
+def _find_step_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame from `frame` on that torch puts around an optimizer's `step`."""
+    while frame is not None and frame.f_code.co_qualname != _STEP:
+        frame = frame.f_back
+    return frame
+
+
+def _list_parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def is_inner_file(file: str) -> bool:

@@ -29,6 +29,7 @@ def make_run(*ranks: dict[str, int], shape: tuple[int, int] = (4, 2)) -> Any:
     found = [
         SimpleNamespace(
             rank=number,
+            drawn=[],
             values={
                 (INITIAL, "initial_weight", name): Values(
                     step=INITIAL, kind="initial_weight", name=name, where=where, own=own, site="model.py:3"

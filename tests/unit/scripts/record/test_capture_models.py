@@ -135,6 +135,46 @@ def test_moments_are_compared_and_step_counters_are_not(record: Record) -> None:
     assert wrong == {"weight.exp_avg_sq", "bias.exp_avg_sq"}
 
 
+class Wraps(torch.optim.Optimizer):
+    """An optimizer whose step is that of another one on its parameters, as in ZeroRedundancyOptimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.inner = torch.optim.Adam(self.param_groups, lr=0.1)
+
+    def step(self, closure: object = None) -> None:
+        self.inner.step()
+
+
+class Inherits(torch.optim.Adam):
+    """An optimizer whose step is that of its base class."""
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+
+
+def train_wrapped(make: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+    torch.optim.Adam(
+        [nn.Parameter(torch.zeros(1))]
+    )  # torch hooks the step of a class with its first instance
+    model = nn.Linear(4, 4)
+    optimizer = make(model)
+    for _ in range(2):
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize("make", [Wraps, lambda model: Inherits(model.parameters(), lr=0.1)])
+def test_steps_within_a_step_are_one_step(
+    record: Record, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    plain = record("plain", lambda: train_wrapped(lambda model: torch.optim.Adam(model.parameters(), lr=0.1)))
+    result = compare(plain, record("wrapped", lambda: train_wrapped(make)))
+    assert not result.findings
+    # Two parameters in two steps, with two moments each.
+    numbers = {each.name: each.tensors for each in result.checks}
+    assert (numbers["update"], numbers["optimizer state"]) == (4, 8)
+
+
 def train_partition(factor: float = 1.0) -> None:
     """Train one flat tensor of all parameters, linked to them as DeepSpeed's ZeRO links its partitions."""
     model = nn.Linear(4, 4)
