@@ -99,7 +99,22 @@ OnHang = Annotated[
 ]
 
 
+_OF_RECORDING = (
+    "steps",
+    "limit",
+    "weights",
+    "replay",
+    "seed",
+    "nudge",
+    "nudge_dtype",
+    "outputs",
+    "operators",
+)
+_OF_GUARD = ("every", "on_finding", "debug")
+
+
 def watch(
+    arguments: typer.Context,
     command: Annotated[
         list[str],
         typer.Argument(
@@ -133,6 +148,7 @@ def watch(
     from moeverify.verification.controller.scratch import scratch_folder
 
     with open_context() as context, scratch_folder() as folder:
+        _refuse_unused(arguments, guard=guard)
         settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
         hangs = HangReporter(folder / "ranks", settings, lambda lines: _show_hang(context, lines))
         if guard:
@@ -155,6 +171,24 @@ def watch(
             )
             code = _record(command, recording, hangs, context)
         raise typer.Exit(EXIT_CODES["error"] if hangs.has_ended_script else code)
+
+
+def _refuse_unused(arguments: typer.Context, *, guard: bool) -> None:
+    """Refuse options that only a recording, or only the guard, reads.
+
+    Raises: CaseError listing them.
+    """
+    from moeverify.errors import CaseError, Problem
+
+    reason = "nothing is recorded with --guard" if guard else "it is an option of --guard"
+    remedy = "leave it out, or record without --guard" if guard else "leave it out, or give --guard"
+    problems = [
+        Problem(reason, path=f"--{name.replace('_', '-')}", remedy=remedy)
+        for name in (_OF_RECORDING if guard else _OF_GUARD)
+        if getattr(arguments.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if problems:
+        raise CaseError(problems)
 
 
 def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from moeverify.cli import build_app
@@ -15,3 +16,17 @@ def test_all_bad_options_are_listed_also_without_a_folder(tmp_path: Path) -> Non
     assert done.exit_code == 2
     options = ("--steps", "--out", "--nudge-dtype", "--weights")
     assert [option for option in options if option in done.output] == list(options)
+
+
+@pytest.mark.parametrize(
+    ("words", "refused", "accepted"),
+    [
+        (["--guard", "--seed", "1", "--outputs", "--every", "4"], ["--seed", "--outputs"], "--every"),
+        (["--out", "run", "--seed", "1", "--every", "4", "--debug"], ["--every", "--debug"], "--seed"),
+    ],
+)
+def test_options_without_effect_are_refused(words: list[str], refused: list[str], accepted: str) -> None:
+    done = CliRunner().invoke(build_app(), ["watch", *words, "--", "true"])
+    assert done.exit_code == 2
+    assert all(f"error: {option}:" in done.output for option in refused)
+    assert accepted not in done.output

@@ -113,6 +113,17 @@ def test_a_script_that_never_steps_is_named_as_one(record: Record) -> None:
         compare(record("two", train_two), never)
 
 
+def test_runs_of_other_models_are_refused(record: Record) -> None:
+    def train_another() -> None:
+        model = nn.Sequential(nn.Linear(4, 3))
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    with pytest.raises(
+        FormatError, match=r"no parameter of .*another is one of .*one: they train other models"
+    ):
+        compare(record("one", train_two), record("another", train_another))
+
+
 def train_with_adam(second_moment: float = 0.0) -> None:
     """Train with an existing second moment, so the update of the first step hardly shows the error."""
     model = nn.Linear(4, 4)
