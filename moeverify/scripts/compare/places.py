@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moeverify.errors import FormatError
 from moeverify.explain.fitting.families import name_family
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.region import Region
@@ -54,7 +55,10 @@ class Places:
 
 
 def find_places(expected: RecordedRun, actual: RecordedRun) -> Places:
-    """Return the locations of the shards of `actual` in the logical tensors of `expected`."""
+    """Return the locations of the shards of `actual` in the logical tensors of `expected`.
+
+    Raises: FormatError when no shard has a location.
+    """
     wholes = {name: expected.read_whole(Kind.INITIAL_WEIGHT, name) for name in expected.names}
     known = {name: whole for name, whole in wholes.items() if whole is not None}
     places = Places()
@@ -67,6 +71,11 @@ def find_places(expected: RecordedRun, actual: RecordedRun) -> Places:
                 else:
                     places.known[rank.rank, name] = placed
     _place_by_neighbours(places, known, actual.world_size)
+    if not places.known:
+        raise FormatError(
+            f"no parameter of {actual.folder} is one of {expected.folder}: they train other models",
+            "name two runs of one script",
+        )
     return places
 
 
