@@ -17,10 +17,11 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 def list_regroupings(
     alignment: Alignment, groups: Groups, ops: Sequence[At], *, widens: bool = False
 ) -> Iterator[Edit]:
-    """Yield edits that give the collectives at one place other groups: of each mesh axis, and each rank alone.
+    """Yield edits that give the collectives at one place other groups: of each mesh axis, or each rank alone.
 
     With `widens`, all calls there with wrong results are changed, or else `ops` alone, as later calls may take their
-    results. A rank that was not in the group of an operator takes part with its own call.
+    results; no rank is alone, as that would leave the collective out. A rank that was not in the group of an
+    operator takes part with its own call.
     """
     joint, first = alignment.joint, ops[0]
     meeting = joint.op(first).meeting
@@ -33,7 +34,7 @@ def list_regroupings(
         wrong = (at for at in every if at in ops or not all(map(alignment.is_right, _results(joint, at))))
         choices = {tuple(wrong): None, **choices}
     alone = [[rank] for rank, _ in enumerate(joint.programs)]
-    for axis, parts in {**groups, "no other rank": alone}.items():
+    for axis, parts in (dict(groups) if widens else {**groups, "no other rank": alone}).items():
         for changed in choices if axis != mine else ():
             if (changes := _regroup(alignment, every, changed, parts)) is not None:
                 yield Edit("group", changed, changes, numbers=((mine, axis),))

@@ -97,11 +97,14 @@ def test_no_group_is_blamed_if_no_axis_makes_the_result_right() -> None:
     assert "group" not in [edit.kind for cause in causes for edit in cause.repairs]
 
 
-def test_a_sum_over_ranks_with_other_rows_needs_no_other_rank() -> None:
+@pytest.mark.parametrize(("widens", "axes"), [(False, ["no other rank"]), (True, [])])
+def test_a_sum_over_ranks_with_other_rows_needs_no_other_rank(widens: bool, axes: list[str]) -> None:
     parts = (make(*SHAPE), make(*SHAPE, seed=1))
     ranks = [make_rank(part, (0, 1), parts, half=rank) for rank, part in enumerate(parts)]
-    (cause,) = Explainer(ranks, make_rank(torch.cat(parts)), 0, (), {"dp": [[0, 1]]}).explain(20.0)
-    assert cause.repairs[0].numbers == (("dp", "no other rank"),)
+    alignment = Alignment(Joint(ranks), make_rank(torch.cat(parts)))
+    edits = list(list_regroupings(alignment, {"dp": [[0, 1]]}, [(0, 2), (1, 2)], widens=widens))
+    assert [each.numbers[0][1] for each in edits] == axes
+    assert all(torch.equal(each.changes.values[1, 2], parts[1] * 2) for each in edits)
 
 
 @pytest.mark.parametrize("missing", [0, 3])
