@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moeverify.results.culprit import Culprit
+
 Lines = tuple[tuple[str, int], ...]
 
 
@@ -166,13 +168,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     """Return the claim of a finding whose cause is the first wrong operation."""
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
     # For a missing operation, a first sighting, or the ends of a race, no line is wrong by itself.
-    is_seen = bool(culprit["results"]) or culprit["mechanism"] in (
-        "total",
-        "reduction",
-        "group",
-        "race",
-        "written",
-    )
+    is_seen = bool(culprit["results"]) or culprit["mechanism"] in _SEEN
     # A write that one device does not do belongs to a pass that it does not run: its line may be right.
     is_seen = is_seen or (culprit["mechanism"] == "removed" and here["operator"].endswith("_"))
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
@@ -205,7 +201,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         callers=tuple(line for line in dict.fromkeys(lines) if line not in direct),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(culprit["axes"])),
-        is_location_only=not culprit["proved"] or _is_value_alone(culprit),
+        is_location_only=not Culprit.model_validate(culprit).names_cause,
         shown=tuple(
             dict.fromkeys(
                 [
@@ -218,12 +214,8 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     )
 
 
-def _is_value_alone(culprit: Mapping[str, Any]) -> bool:
-    """Return whether only a wrong value is claimed: at a line of one device too, or without a known origin."""
-    lines = [(each or {}).get("line") or {} for each in (culprit["here"], culprit.get("there"))]
-    (own, other) = [(line.get("file"), line.get("line")) for line in lines]
-    return own == other != (None, None) or (culprit["mechanism"] == "operand" and not culprit["taken"])
-
+_SEEN = ("total", "reduction", "group", "race", "written")
+"""Mechanisms whose line is not wrong by itself."""
 
 _KIND_OF_MECHANISM = {
     "total": "reduction",

@@ -70,15 +70,14 @@ class Culprits:
             return culprit.model_copy(update={"origins": self._upstream.find_branches(cause)})
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
         named = {line_of(each) for each in shown if each is not None and each.line is not None}
-        target = cause.targets[0]
-        is_moved = culprit.mechanism == "moved" and culprit.here.step >= 0
+        target, later = cause.targets[0], []
+        if culprit.mechanism == "moved" and culprit.here.step >= 0:
+            later = self._origins.list_later(next(iter(target.values.values())), target.mark)
         origins = self._upstream.find(
             cause,
             _list_taken(cause),
             named,
-            lacks=self._origins.list_later(next(iter(target.values.values())), target.mark)
-            if is_moved
-            else (),
+            lacks=later,
             defines=culprit.mechanism not in _OF_TENSORS,
             scaler=self._find_scaler(cause) if culprit.mechanism == "scale" else None,
         )
@@ -210,7 +209,7 @@ class Culprits:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
         first = cause.ops[0]
         factor, maker = self._origins.trace_scale(at)
-        known = [self._alignment.find((first[0], number)) for number in self._joint.op(first).results]
+        known = [self._alignment.find(at) for at in self._joint.results(first)]
         has_factor = any(each is not None and math.isclose(each.scale, cause.factor) for each in known)
         sites = self._joint.programs[maker[0]].sites_of(self._joint.op(maker))
         own = self._alignment.find(at)
@@ -282,10 +281,8 @@ class Culprits:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
-        if edit.kind in ("removed", "share"):
-            known = [self._alignment.find(at) for at in self._joint.own_reads(first) if edit.kind == "share"]
-            over = [part for each in known if each is not None for part in each.over]
-            return {"axes": self.name_over(over), "rounds_to": "" if over else self._find_rounding(first)}
+        if edit.kind == "removed":
+            return {"rounds_to": self._find_rounding(first)}
         if edit.kind in ("group", "number"):
             axes = edit.numbers[0] if edit.kind == "group" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
@@ -299,6 +296,9 @@ class Culprits:
             name, number = edit.place[1], int(edit.place[2])
             found["right"] = self._source((first[0], number))
             found["numbers"] = ((str(name), ""),)
+        elif edit.kind == "share":
+            known = [self._alignment.find(at) for at in self._joint.own_reads(first)]
+            found["axes"] = self.name_over([part for each in known if each is not None for part in each.over])
         elif edit.kind in ("operand", "whole") and other is not None:
             pair = find_pair(op, other, edit.place)
             if pair is not None:

@@ -426,7 +426,7 @@ class Explainer:
         seen: set[At] = set()
         inside = set(stretch.unknown)
         for at in stretch.unknown:
-            results = [(at[0], number) for number in joint.op(at).results]
+            results = joint.results(at)
             if at in seen or not results:
                 continue
             if not (at in stretch.ends or any(map(alignment.is_wrong, results))):

@@ -75,6 +75,10 @@ class Joint:
         """Return the operator that made a value."""
         return at[0], self.programs[at[0]].values[at[1]].op
 
+    def results(self, op: At) -> list[At]:
+        """Return the values that an operator makes."""
+        return [(op[0], number) for number in self.op(op).results]
+
     def place(self, op: At) -> int:
         """Return the position of an operator in `order`."""
         return self._place[op]
@@ -214,29 +218,13 @@ class Execution:
         execution = cls(joint, Changes(values=dict(brought)), set())
         return execution._meet(op, joint.op(op))
 
-    @classmethod
-    def meet_over(
-        cls, joint: Joint, op: At, members: Sequence[At], read: Callable[[At], Tensor | None]
-    ) -> list[Tensor]:
-        """Return the outputs of a collective on one rank if other calls, in the order of a group, took part.
-
-        `read` returns the data of an operand. Raises: NotExecutable.
-        """
-        brought = [
-            [read((rank, number)) for number in joint.op((rank, each)).refs()] for rank, each in members
-        ]
-        return _meet_with(
-            joint.op(op), [joint.op(each) for each in members], brought, list(members).index(op)
-        )
-
     def changed(self) -> Mapping[At, Tensor]:
         """Return the data of all changed values."""
         return self._data
 
     def _run(self, op: At) -> list[At]:
         """Execute an operator and return the results that changed."""
-        rank, recorded = op[0], self._joint.op(op)
-        results = [(rank, number) for number in recorded.results]
+        recorded, results = self._joint.op(op), self._joint.results(op)
         if recorded.meeting is None and op not in self.changes.ops and is_random(recorded):
             return []  # random numbers do not depend on values
         hidden = self._joint.hidden(op)
@@ -277,7 +265,7 @@ class Execution:
 
     def _meet(self, op: At, recorded: Op) -> list[Tensor]:
         assert recorded.meeting is not None
-        members = {rank: self._joint.op((rank, number)) for rank, number in self._joint.members(op)}
+        members = dict(self._joint.members(op))
         ranks = recorded.meeting.group.ranks
         kind = recorded.name.partition(".")[2]
         if kind == "send":
@@ -286,25 +274,29 @@ class Execution:
             sender = ranks[recorded.meeting.source]
             if sender not in members:
                 raise NotExecutable("a message that nobody sent")
-            sent = self.data((sender, next(members[sender].refs())))
+            sent = self.data((sender, next(self._joint.op((sender, members[sender])).refs())))
             if sent is None:
                 raise NotExecutable("value was not kept")
             return _cut(sent.reshape(-1), recorded.kwargs["shapes"])
         if set(ranks) - set(members):
             raise NotExecutable("a collective that not all ranks issued")
-        brought = [[self.data((rank, number)) for number in members[rank].refs()] for rank in ranks]
-        return _meet_with(recorded, [members[rank] for rank in ranks], brought, ranks.index(op[0]))
+        return meet_over(self._joint, op, [(rank, members[rank]) for rank in ranks], self.data)
 
 
-def _meet_with(
-    recorded: Op, members: Sequence[Op], brought: Sequence[Sequence[Tensor | None]], own: int
+def meet_over(
+    joint: Joint, op: At, members: Sequence[At], read: Callable[[At], Tensor | None]
 ) -> list[Tensor]:
-    """Return the outputs of a collective on the rank at index `own` of its members."""
+    """Return the outputs of a collective on one rank, for calls `members` in the order of a group.
+
+    `read` returns the data of an operand. Raises: NotExecutable.
+    """
+    brought = [[read((rank, number)) for number in joint.op((rank, each)).refs()] for rank, each in members]
     kept = [[each for each in parts if each is not None] for parts in brought]
     if any(len(one) < len(two) for one, two in zip(kept, brought, strict=True)):
         raise NotExecutable("value was not kept")
+    recorded, options = joint.op(op), [joint.op(each).kwargs for each in members]
     try:
-        flat = meet(recorded.name.partition(".")[2], [each.kwargs for each in members], kept, own)
+        flat = meet(recorded.name.partition(".")[2], options, kept, list(members).index(op))
     except RuntimeError as error:  # changes may give inputs other sizes
         raise NotExecutable(str(error)) from error
     return _cut(flat, recorded.kwargs["shapes"])

@@ -144,7 +144,7 @@ class Proof:
 
     def _has_other_sizes(self, edit: Edit, after: Execution) -> bool:
         """Return whether a result has another shape after an edit, so that recorded sizes may not fit."""
-        results = [(op[0], number) for op in edit.ops for number in self._joint.op(op).results]
+        results = [at for op in edit.ops for at in self._joint.results(op)]
         found = ((at, after.data(at)) for at in results)
         return any(data is not None and not _has_shape(data, self._joint.value(at)) for at, data in found)
 

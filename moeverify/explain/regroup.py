@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_group
 from moeverify.explain.edits import Edit
-from moeverify.explain.joint import At, Changes, Execution, Joint
+from moeverify.explain.joint import At, Changes, meet_over
 from moeverify.explain.operators import NotExecutable
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
@@ -31,7 +31,7 @@ def list_regroupings(
     every = list_group(alignment, first)
     choices = {tuple(ops): None}
     if widens:
-        wrong = (at for at in every if at in ops or not all(map(alignment.is_right, _results(joint, at))))
+        wrong = (at for at in every if at in ops or not all(map(alignment.is_right, joint.results(at))))
         choices = {tuple(wrong): None, **choices}
     alone = [[rank] for rank, _ in enumerate(joint.programs)]
     for axis, parts in (dict(groups) if widens else {**groups, "no other rank": alone}).items():
@@ -45,19 +45,19 @@ def _regroup(
 ) -> Changes | None:
     """Return the results of some calls over other groups, or None if a rank of a group has no call at the place."""
     joint = alignment.joint
-    at_place = {(alignment.occurrence(_results(joint, at)[0]), at[0]): at for at in calls}
+    at_place = {(alignment.occurrence(joint.results(at)[0]), at[0]): at for at in calls}
     changes = Changes()
     for at in changed:
-        occurrence = alignment.occurrence(_results(joint, at)[0])
+        occurrence = alignment.occurrence(joint.results(at)[0])
         ranks = next((group for group in groups if at[0] in group), ())
         members = [at_place[key] for rank in ranks if (key := (occurrence, rank)) in at_place]
         if not ranks or len(members) < len(ranks):
             return None
         try:
-            made = Execution.meet_over(joint, at, members, alignment.data)
+            made = meet_over(joint, at, members, alignment.data)
         except NotExecutable:
             return None
-        changes.values |= zip(_results(joint, at), made, strict=True)
+        changes.values |= zip(joint.results(at), made, strict=True)
     return changes
 
 
@@ -66,7 +66,3 @@ def name_ranks(groups: Groups, ranks: Sequence[int]) -> str:
     own = sorted(ranks)
     found = (axis for axis, parts in groups.items() if any(sorted(part) == own for part in parts))
     return next(found, f"ranks {', '.join(map(str, own))}")
-
-
-def _results(joint: Joint, op: At) -> list[At]:
-    return [(op[0], number) for number in joint.op(op).results]

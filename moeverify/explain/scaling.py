@@ -73,7 +73,7 @@ class Scaling:
 
         ends = [(op[0], self._joint.op(op).origin) for op in before[:1]]
         for op in walk_back(self._joint, [end for end in ends if end[1] >= 0], reads, _MOST_SCALARS):
-            made = [(op[0], number) for number in self._joint.op(op).results]
+            made = self._joint.results(op)
             if is_right or not all(map(self._alignment.is_right, made)):
                 sites = self._lines.sites(op)
                 if sites and self._lines.is_parallel(sites[0]):
@@ -101,7 +101,7 @@ class Scaling:
         recorded = self._joint.op(op)
         if len(recorded.args) < 2 or not isinstance(recorded.args[0], Ref) or is_move(recorded):
             return False
-        own = [self._joint.value((op[0], number)) for number in recorded.results]
+        own = map(self._joint.value, self._joint.results(op))
         taken = self._joint.value((op[0], recorded.args[0].number))
         is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
         return is_same and type(recorded.args[1]) in (int, float)

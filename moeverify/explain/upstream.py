@@ -72,9 +72,11 @@ class Upstream:
         `scaler` is the operator that makes a value a multiple of the right one. `lacks` are operators that one device
         applies to a right value, and the rank does not.
         """
+        kind = cause.repairs[0].kind if cause.repairs else ""
+        if kind == "group":
+            return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
         lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
-        kind = cause.repairs[0].kind if cause.repairs else ""
         scaling = self._scaling.find(cause, lineage)
         sources = (
             self._list_draws(cause.ops[0]),
@@ -99,8 +101,6 @@ class Upstream:
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = list(self._list_branches(cause))
-        if kind == "group":
-            return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
         found = () if cause.sums else self._choose(named, *sources, branches=branches)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
@@ -226,7 +226,7 @@ class Upstream:
             if recorded.meeting is None or recorded.phase != "backward" or recorded.step != target.mark[0]:
                 continue
             taken = [self._alignment.find(at) for at in self._joint.reads(op) if at[0] == rank]
-            made = [self._alignment.find((rank, number)) for number in recorded.results]
+            made = map(self._alignment.find, self._joint.results(op))
             num_ranks = len(recorded.meeting.group.ranks)
             if any(_is_multiple(one, two, num_ranks) for one, two in zip(taken, made, strict=False)):
                 yield make_origin("repeated", self._lines.stack(op) or self._lines.sites(op))

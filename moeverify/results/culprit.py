@@ -225,7 +225,8 @@ class Culprit(Record):
     def names_cause(self) -> bool:
         """Return whether the proved change is one of the code, not only of a value that was made elsewhere.
 
-        That is so if one device executes the line too, or if no value of one device equals the wrong operand.
+        A value was made elsewhere if one device executes the line too, or if no value of one device equals the
+        wrong operand.
         """
         is_unknown = self.mechanism == "operand" and self.taken is None
         return self.proved and not (self.is_line_shared or is_unknown)
@@ -241,9 +242,8 @@ class Culprit(Record):
                 return Cause.PERMUTATION
             if _is_stale(self.taken, self.right):
                 return Cause.STALE
-        if self.mechanism == "removed" and self.here.operator.endswith(
-            "_"
-        ):  # a write that one device does not make
+        if self.mechanism == "removed" and self.here.operator.endswith("_"):
+            # A write that one device does not make.
             return Cause.PERMUTATION if self.here.operator.startswith(_INDEXED) else Cause.STATE
         return {"forward": Cause.FORWARD, "backward": Cause.BACKWARD, "step": Cause.OPTIMIZER}.get(
             self.here.phase, Cause.FORWARD

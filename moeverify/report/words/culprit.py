@@ -51,10 +51,11 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     about = _ABOUT.get(culprit.mechanism, "its inputs match")
     if culprit.names_cause or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
-    too = "one device executes this line too" if culprit.is_line_shared else ""
+    shared = "one device executes this line too"
     if (value := _TAKEN.get(culprit.mechanism)) is None:
-        return f"first wrong operation: {operation}; {about}, and {too}"
-    return f"first wrong {value}: in {operation}; {too and f'{too}, so '}the mistake is where the {value} is made"
+        return f"first wrong operation: {operation}; {about}, and {shared}"
+    reason = f"{shared}, so " if culprit.is_line_shared else ""
+    return f"first wrong {value}: in {operation}; {reason}the mistake is where the {value} is made"
 
 
 def _list_between(culprit: Culprit) -> list[str]:

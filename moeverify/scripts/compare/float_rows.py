@@ -10,7 +10,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from moeverify.scripts.record.draw import INPUT
+from moeverify.scripts.record.draw import INPUT, is_input
 from moeverify.scripts.record.lines import Drawn, Rows
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 
@@ -55,7 +55,7 @@ def _list_lines(rank: RankRecord, step: int) -> list[Drawn]:
         line
         for line in rank.drawn
         if line.step == step
-        and line.name.startswith(INPUT)
+        and is_input(line.name)
         and len(line.shape) > 1
         and getattr(torch, line.dtype).is_floating_point
     ]

@@ -218,9 +218,11 @@ class ScriptRecorder(ModelListener):
         self.take_model(module)
         if self._outputs is not None:
             self._outputs.end()
-        if learns and not module.training and has_parameters(module):
+        if not learns or not has_parameters(module):
+            return
+        if not module.training:
             self._add_call("eval forward")
-        if not learns or not module.training or not has_parameters(module) or not self._records():
+        if not module.training or not self._records():
             return
         self._add_call("forward")
         number = self._forwards[1] if self._forwards[0] == self.step else 0

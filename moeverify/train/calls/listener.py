@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -166,21 +167,15 @@ class Listener:
 
 def _find_caller() -> FrameType | None:
     """Return the frame that called the hook of a module, without our wrapper of the hook."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == unseen.__module__:
-        frame = frame.f_back
-    return frame
+    frames = _list_frames(sys._getframe(2))
+    return next((each for each in frames if each.f_globals.get("__name__") != unseen.__module__), None)
 
 
 def find_site() -> str:
     """Return file:line of the script's code that called into torch, or an empty string."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_inner_file(file):
-            return describe_frame(frame)
-        frame = frame.f_back
-    return ""
+    frames = _list_frames(sys._getframe(1))
+    outer = next((each for each in frames if not is_inner_file(each.f_code.co_filename)), None)
+    return "" if outer is None else describe_frame(outer)
 
 
 def describe_frame(frame: FrameType) -> str:
@@ -192,9 +187,8 @@ def describe_frame(frame: FrameType) -> str:
     package = _find_package(frame)
     if not package:
         return place
-    caller = frame.f_back
-    while caller is not None and (is_inner_file(caller.f_code.co_filename) or _find_package(caller)):
-        caller = caller.f_back
+    callers = (each for each in _list_frames(frame.f_back) if not is_inner_file(each.f_code.co_filename))
+    caller = next((each for each in callers if not _find_package(each)), None)
     origin = "" if caller is None else f" from {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
     return f"{package}/{place}{origin}"
 
@@ -227,8 +221,8 @@ def find_enclosing_step(optimizer: Optimizer) -> Optimizer | None:
     """
     own = _list_parameters(optimizer)
     found: Optimizer | None = None
-    frame = _find_step_frame(sys._getframe(1))  # the step of this hook
-    while frame is not None and (frame := _find_step_frame(frame.f_back)) is not None:
+    steps = (frame for frame in _list_frames(sys._getframe(1)) if frame.f_code.co_qualname == _STEP)
+    for frame in islice(steps, 1, None):  # the first is the step of this hook
         outer = frame.f_locals.get("self")
         if isinstance(outer, Optimizer) and own <= _list_parameters(outer):
             found = outer
@@ -237,11 +231,11 @@ def find_enclosing_step(optimizer: Optimizer) -> Optimizer | None:
     return found
 
 
-def _find_step_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame from `frame` on that torch puts around an optimizer's `step`."""
-    while frame is not None and frame.f_code.co_qualname != _STEP:
+def _list_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, the innermost first."""
+    while frame is not None:
+        yield frame
         frame = frame.f_back
-    return frame
 
 
 def _list_parameters(optimizer: Optimizer) -> set[int]:
@@ -268,13 +262,11 @@ def find_bypassed(module: nn.Module) -> nn.Module | None:
     called directly.
     """
     found: nn.Module | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in _list_frames(sys._getframe(1)):
         if frame.f_code.co_name == "forward":
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module) and owner is not module and _contains(owner, module):
                 found = owner
-        frame = frame.f_back
     return found
 
 

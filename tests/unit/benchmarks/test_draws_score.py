@@ -95,8 +95,8 @@ def read(*findings: dict[str, Any]) -> Any:
     ("changes", "is_location_only"),
     [
         ({}, False),
-        ({"there": {"line": {"file": "mine/code.py", "line": 11}}}, True),
-        ({"there": {"line": {"file": "mine/code.py", "line": 12}}}, False),
+        ({"there": {"operator": "mul", "line": {"file": "mine/code.py", "line": 11}}}, True),
+        ({"there": {"operator": "mul", "line": {"file": "mine/code.py", "line": 12}}}, False),
         ({"mechanism": "operand"}, True),
         ({"mechanism": "operand", "taken": {"label": "w"}}, False),
         ({"proved": False}, True),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from moeverify.cases.schema import Checks, Precision
@@ -11,6 +13,12 @@ from moeverify.verification.controller.run import apply_declared_differences
 
 def make_checks(**verdicts: str) -> list[CheckResult]:
     return [CheckResult(name=name, verdict=verdict, tensors=1) for name, verdict in verdicts.items()]
+
+
+def decide_declared(differs: tuple[str, ...], precision: Precision, **verdicts: str) -> str:
+    """Return the verdict of a case that declares checks to differ, in a precision."""
+    wanted = Checks(differs=differs, because="means another thing")
+    return apply_declared_differences(wanted, make_checks(**verdicts), precision)[0]
 
 
 def test_without_a_declaration_any_difference_is_one() -> None:
@@ -60,11 +68,7 @@ def test_exactly_what_is_declared_must_differ(
 
 
 def test_below_float64_rounding_may_hide_a_declared_difference_but_not_all_of_them() -> None:
-    wanted = Checks(differs=("loss", "gradient"), because="means another thing")
-
-    def decide(precision: Precision, **verdicts: str) -> str:
-        return apply_declared_differences(wanted, make_checks(**verdicts), precision)[0]
-
+    decide = partial(decide_declared, ("loss", "gradient"))
     assert decide("bfloat16", loss="mismatch", gradient="pass") == "pass"
     assert decide("bfloat16", loss="pass", gradient="pass") == "mismatch"
     assert decide("bfloat16", loss="mismatch", update="mismatch") == "mismatch"
@@ -73,11 +77,7 @@ def test_below_float64_rounding_may_hide_a_declared_difference_but_not_all_of_th
 
 
 def test_one_declaration_serves_precisions_that_make_other_checks() -> None:
-    wanted = Checks(differs=("loss", "modules"), because="means another thing")
-
-    def decide(precision: Precision, **verdicts: str) -> str:
-        return apply_declared_differences(wanted, make_checks(**verdicts), precision)[0]
-
+    decide = partial(decide_declared, ("loss", "modules"))
     assert decide("float64", loss="mismatch", gradient="pass") == "pass"
     assert decide("bfloat16", loss="pass", modules="mismatch") == "pass"
     assert decide("float64", loss="mismatch", modules="pass") == "mismatch"
