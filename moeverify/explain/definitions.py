@@ -242,17 +242,23 @@ class Definitions:
         if isinstance(function, ast.Lambda):
             return
         owner, names = _class_of(_Scope(scope.file, function)), _parameters(function)
-        wanted = owner.name if owner is not None and function.name == "__init__" else function.name
-        calls = self._calls.get(wanted, []) if scope.call is None else [scope.call]
-        if owner is not None and function.name == "forward" and names[:1] == ["ctx"]:  # of autograd.Function
-            calls = [
-                each for each in self._calls.get("apply", ()) if _name_owner(each.node.func) == owner.name
-            ]
-        for call in calls:
+        for call in self._list_calls(function, owner) if scope.call is None else [scope.call]:
             is_bound = owner is not None and names[:1] in (["self"], ["cls"], ["ctx"])
             value = _find_argument(call.node, name, names[is_bound:])
             if value is not None:
                 yield value, call.scope, isinstance(value, ast.Attribute) or scope.call is None
+
+    def _list_calls(
+        self, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None
+    ) -> list[_Call]:
+        """Return the calls of a function of a class, if any, by its name."""
+        if owner is not None and function.name == "__init__":
+            return self._calls.get(owner.name, [])
+        if owner is not None and function.name == "forward" and _parameters(function)[:1] == ["ctx"]:
+            applied = self._calls.get("apply", ())  # of an autograd function
+            name = [owner.name, "apply"]
+            return [each for each in applied if ast.unparse(each.node.func).split(".")[-2:] == name]
+        return self._calls.get(function.name, [])
 
     def _list_attribute(self, node: ast.Attribute, scope: _Scope) -> Iterator[tuple[ast.expr, _Scope, bool]]:
         """Yield the values assigned to an attribute, those of its class if that is known."""
@@ -373,12 +379,6 @@ def _name_class(owner: ast.expr, scope: _Scope) -> str:
     args = ast.walk(scope.function.args) if scope.function is not None else ()
     found = (each.annotation for each in args if isinstance(each, ast.arg) and each.arg == name)
     return str(getattr(next(found, None), "id", ""))
-
-
-def _name_owner(called: ast.expr) -> str:
-    """Return the name before the last dot of a called function."""
-    owner = called.value if isinstance(called, ast.Attribute) else None
-    return str(getattr(owner, "id", getattr(owner, "attr", "")))
 
 
 def _parameters(function: _Function) -> list[str]:
