@@ -148,24 +148,22 @@ def test_folder_of_the_case_is_on_the_path(own: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "operation"),
+    ("name", "cause"),
     [
-        ("moe-by-sender", "`part @ w_in[e]` (mm), my_moe/model.py:"),
+        ("moe-by-sender", "first wrong input: in `part @ w_in[e]` (mm), my_moe/model.py:"),
         (
             "moe-not-put-back",
-            "`back.unflatten(0, (-1, self.top_k)) * weights.flatten(0, -2)[..., None]` (mul)",
+            "first wrong input: in `back.unflatten(0, (-1, self.top_k)) * weights.flatten(0, -2)[..., None]` (mul)",
         ),
-        ("moe-rounded", "`received.bfloat16()` (_to_copy), own_moes.py:"),
+        ("moe-rounded", "first wrong operation: `received.bfloat16()` (_to_copy), own_moes.py:"),
     ],
 )
-def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(
-    own: Any, name: str, operation: str
-) -> None:
+def test_rows_of_an_own_dispatch_are_followed_whatever_their_order(own: Any, name: str, cause: str) -> None:
     """Ranks have different rows than one device, from other ranks' tokens and in another order."""
     first = own.results[name].findings[0]
     assert first.place is not None
     assert first.place.module == "tower.0"
-    assert word_finding(first).cause.startswith(f"first wrong operation: {operation}")
+    assert word_finding(first).cause.startswith(cause)
 
 
 def test_what_a_user_switched_off_the_loop_does_not_switch_on(own: Any) -> None:
