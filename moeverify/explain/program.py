@@ -230,6 +230,7 @@ class Program:
     - `shares`: (rows, positions) of the batch, for each micro-batch.
     - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
     - `lines`: the (file, line) of user code that was executed, by step.
+    - `names`: the values that user code assigned, as `python_values.encode` returns them, by step and `Name`.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `optimizers`: the calls that gave parameters to an optimizer.
     - `is_complete`: False if the program was too large to keep all values.
@@ -243,6 +244,7 @@ class Program:
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
     lines: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
+    names: dict[int, dict[tuple[str, int, str], list[Any]]] = field(default_factory=dict)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     optimizers: list[tuple[Site, ...]] = field(default_factory=list)
     is_complete: bool = True

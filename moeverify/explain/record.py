@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._pending: list[Pending] = []
         self._origins: dict[int, int] = {}
         self._waits = Waits(self._note_wait, self.paused)
-        self._lines = Lines(self.program.lines)
+        self._lines = Lines(self.program)
         self._modules: list[str] = []
         self._fqns: dict[int, str] = {}
         self._calls: dict[tuple[int, str], int] = {}

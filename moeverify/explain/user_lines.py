@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.definitions import Definitions, make_definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Program, Site
+from moeverify.explain.python_values import Difference
 from moeverify.explain.sites import is_of_user
 from moeverify.results.culprit import Origin, OriginKind
 
@@ -64,7 +65,9 @@ class UserLines:
         words: Collection[str] = (),
         keyword: str = "",
     ) -> Iterator[Origin]:
-        """Yield definitions of the arguments of a call: first those with these words, then those of ranks alone.
+        """Yield definitions of the arguments of a call.
+
+        First come those with these words, then those with other values on one device, then those of ranks alone.
 
         With `of_ranks`, yield only lines that one device does not execute, and with `keyword` only definitions of
         this argument, if the call has it.
@@ -73,7 +76,7 @@ class UserLines:
             sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions, keyword=keyword
         )
         yield from (
-            make_origin("definition", [site])
+            make_origin("definition", [site], found[site])
             for site in self._sort(found, words)
             if not of_ranks or self.is_parallel(site)
         )
@@ -83,7 +86,7 @@ class UserLines:
 
         Those with these words come first, then those of ranks alone.
         """
-        found = self._definitions.find_members(sites)
+        found = dict.fromkeys(self._definitions.find_members(sites))
         yield from (make_origin("member", [site]) for site in self._sort(found, words))
 
     def list_conditions(self, sites: tuple[Site, ...]) -> Iterator[Origin]:
@@ -95,13 +98,14 @@ class UserLines:
         for sites in self._joint.programs[rank].optimizers:
             yield from self.define(tuple(site for site in sites if is_of_user(site.file)))
 
-    def _sort(self, sites: Sequence[Site], words: Collection[str]) -> list[Site]:
-        """Sort lines: first those with these words, then those of ranks alone."""
+    def _sort(self, sites: Mapping[Site, Difference | None], words: Collection[str]) -> list[Site]:
+        """Sort lines: first those with these words, then those with differences, then those of ranks alone."""
 
-        def rank_of(site: Site) -> tuple[bool, bool]:
+        def rank_of(site: Site) -> tuple[bool, bool, bool]:
             text = linecache.getline(site.file, site.line)
             is_named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
-            return not is_named, not self.is_parallel(site)
+            is_equal = sites[site] is None
+            return not is_named, is_equal, is_equal and not self.is_parallel(site)
 
         return sorted(sites, key=rank_of)
 
@@ -123,10 +127,12 @@ class UserLines:
 
     @cached_property
     def _definitions(self) -> Definitions:
-        return make_definitions(self._joint.programs)
+        return make_definitions(self._joint.programs, self._one)
 
 
-def make_origin(kind: OriginKind, sites: Sequence[Site]) -> Origin:
+def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:
     """Return the record of a line, `sites[0]`, and of the next line of the user's code that calls it."""
     callers = [site for site in sites[1:] if is_of_user(site.file)][:1]
-    return Origin(kind=kind, line=make_line(sites[0]), caller=make_line(callers[0]) if callers else None)
+    here, there = difference or (None, None)
+    caller = make_line(callers[0]) if callers else None
+    return Origin(kind=kind, line=make_line(sites[0]), caller=caller, here=here, there=there)

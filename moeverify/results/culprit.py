@@ -140,11 +140,17 @@ OriginKind = Literal[
 
 
 class Origin(Record):
-    """A line of user code from which a wrong result may come, and the line that calls its function."""
+    """A line of user code from which a wrong result may come, and the line that calls its function.
+
+    `here` is the Python value that the line defines on a rank, if it differs from the one `there`, on one device. One
+    device does not run the line if it has no value.
+    """
 
     kind: OriginKind
     line: CodeLine
     caller: CodeLine | None = None
+    here: str | None = None
+    there: str | None = None
 
 
 class SumPart(Record):

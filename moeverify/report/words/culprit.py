@@ -8,7 +8,7 @@ from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, Source
 
 Row = tuple[str, str]
 """A label and a text."""
@@ -130,9 +130,17 @@ def list_origins(culprit: Culprit) -> list[str]:
     return [
         f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
         + (f", called from {_name_line(each.caller)}" if each.caller is not None else "")
-        + f": {_ORIGINS[each.kind]}"
+        + f": {_ORIGINS[each.kind]}{_compare_values(each)}"
         for each in culprit.origins
     ]
+
+
+def _compare_values(origin: Origin) -> str:
+    """Return the value that a line defines, next to the one of one device, or an empty string."""
+    if origin.here is None:
+        return ""
+    there = "one device does not run this line" if origin.there is None else f"on one device {origin.there}"
+    return shorten(f": {origin.here}", _LONGEST) + f"; {shorten(there, _LONGEST)}"
 
 
 def list_source(culprit: Culprit) -> list[str]:

@@ -149,7 +149,7 @@ def test_a_group_is_followed_through_lines_of_tensors(
 def test_code_that_cannot_be_read_defines_nothing(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing.py")
     assert (
-        Definitions([missing], lambda file, line: False).find([Site(missing, 1, "f", 0, (1, 0, 1, 3))]) == []
+        Definitions([missing], lambda file, line: False).find([Site(missing, 1, "f", 0, (1, 0, 1, 3))]) == {}
     )
 
 

@@ -1,0 +1,108 @@
+"""Values of Python names, as a process assigns them, compared between ranks and one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+Name = tuple[str, int, str]
+"""(file, first line of an assignment or function, assigned name or parameter, or `syntax.RETURNED`)."""
+
+MOST_VALUES = 256
+"""Maximum number of values that are kept of each name, in each step."""
+
+_MOST_MEMBERS = 32
+_DEPTH = 3
+_OTHER = "<object>"
+"""Stands for objects that are not compared, such as tensors and modules."""
+
+
+class Difference(NamedTuple):
+    """The first value of a name that differs: on a rank, and on one device (None if it does not run the line)."""
+
+    here: str
+    there: str | None
+
+
+def encode(value: object, depth: int = _DEPTH) -> Any:
+    """Return numbers, strings, flags, dtypes and collections of these as data that can be compared."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
+        return value
+    if isinstance(value, FunctionType | type):
+        return value.__qualname__
+    if isinstance(value, Mapping | Sequence | Set) and not isinstance(value, bytes | range) and depth:
+        members: Iterable[object] = value.items() if isinstance(value, Mapping) else value
+        kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
+        return len(value), frozenset(kept) if isinstance(value, Set) else kept
+    return _OTHER
+
+
+class PythonValues:
+    """Comparison of names. The arguments have the values of each name, by step, of one device and of each rank."""
+
+    def __init__(
+        self,
+        one: Mapping[int, Mapping[Name, Sequence[Any]]],
+        ranks: Sequence[Mapping[int, Mapping[Name, Sequence[Any]]]],
+        lines: Collection[tuple[str, int]] = (),
+    ) -> None:
+        self._one, self._ranks, self._lines = one, ranks, lines
+
+    def is_equal(self, name: Name) -> bool:
+        """Return whether ranks and one device assigned the same numbers, strings or flags to a name."""
+        each_step = [values[name] for rank in self._ranks for values in rank.values() if name in values]
+        is_plain = bool(each_step) and not any(_OTHER in str(values) for values in each_step)
+        return (
+            is_plain
+            and self.compare(name, ()) is None
+            and any(name in values for values in self._one.values())
+        )
+
+    def compare(self, name: Name, function: Iterable[int]) -> Difference | None:
+        """Return the first value of a name that differs on any rank. None if all agree.
+
+        Where a rank runs a line another number of times, its values must occur on one device. Names in a
+        `function`, given by its lines, of which one device runs none, do not count.
+        """
+        if not any(name in values for values in self._one.values()):
+            is_shared = any((name[0], line) in self._lines for line in function)
+            made = [each for rank in self._ranks for values in rank.values() for each in values.get(name, ())]
+            return next(
+                (Difference(_show(each), None) for each in made if is_shared and each != _OTHER), None
+            )
+        for rank in self._ranks:
+            for step, values in rank.items():
+                mine, theirs = values.get(name, ()), self._one.get(step, {}).get(name, ())
+                pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else _pair(mine, theirs)
+                for here, there in pairs:
+                    if here != there:
+                        return Difference(*map(_show, _find_member(here, there)))
+        return None
+
+
+def _pair(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
+    """Yield each value that does not occur on one device, with the value that this has at its place, or the last."""
+    for number, value in enumerate(mine if theirs else ()):
+        if value not in theirs:
+            yield value, theirs[min(number, len(theirs) - 1)]
+
+
+def _find_member(here: Any, there: Any) -> tuple[Any, Any]:
+    """Return the first members that differ of two encoded collections of one size, or else the values themselves."""
+    is_pair = all(isinstance(each, tuple) and isinstance(each[-1], tuple) for each in (here, there))
+    if not is_pair or here[0] != there[0]:
+        return here, there
+    return next(_find_member(*each) for each in zip(here[1], there[1], strict=True) if each[0] != each[1])
+
+
+def _show(value: Any) -> str:
+    """Return an encoded value as readers know it."""
+    if isinstance(value, tuple) and isinstance(value[-1], tuple | frozenset):
+        return f"{value[0]} items: {', '.join(map(_show, value[1]))}"
+    return repr(value) if isinstance(value, str) and value != _OTHER else str(value)

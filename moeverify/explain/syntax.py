@@ -1,0 +1,218 @@
+"""Parts of syntax trees of the user's source files: assignments, calls, conditions and functions."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+from moeverify.explain.program import Site
+from moeverify.explain.sites import parse_file
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+RETURNED = "return"
+"""Name of the value that a function returns."""
+_LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+class SourceFile:
+    """Syntax tree of a source file, with the parent of each node."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.tree = path, parse_file(path)
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def function_of(self, node: ast.AST) -> Function | None:
+        """Return the innermost function around a node."""
+        while (found := self.parents.get(node)) is not None:
+            if isinstance(found, FUNCTIONS):
+                return found
+            node = found
+        return None
+
+    def statement_line(self, node: ast.AST) -> int:
+        """Return the first line of the statement around a node."""
+        while not isinstance(node, ast.stmt) and (found := self.parents.get(node)) is not None:
+            node = found
+        return first_line(node)
+
+    def find(self, site: Site) -> ast.AST | None:
+        """Return the expression of a recorded call."""
+        if site.span is None:
+            return None
+        first, begin, last, end = site.span
+        place = (first, last, begin, end)
+        found = (node for node in ast.walk(self.tree) if place_of(node) == place)
+        return next((node for node in found if not isinstance(node, ast.Expr)), None)
+
+
+def place_of(node: ast.AST) -> tuple[object, ...]:
+    names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
+    return tuple(getattr(node, name, None) for name in names)
+
+
+def first_line(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 0))
+
+
+def function_line(function: Function) -> int:
+    """Return the line of a function, or of its first decorator."""
+    return min(map(first_line, (function, *getattr(function, "decorator_list", ()))))
+
+
+def list_loads(node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the names, attributes and calls of an expression, outer ones first."""
+    called = {each.func for each in ast.walk(node) if isinstance(each, ast.Call)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name | ast.Attribute | ast.Call) and each not in called:
+            yield each
+
+
+def is_plain(value: ast.expr) -> bool:
+    """Return whether an expression only passes a name on, or is a constant such as an empty list."""
+    is_empty = (
+        isinstance(value, ast.List | ast.Tuple | ast.Dict) and not list(ast.iter_child_nodes(value))[1:]
+    )
+    return is_empty or isinstance(value, ast.Constant | ast.Name)
+
+
+def is_choice(file: SourceFile, value: ast.expr) -> bool:
+    """Return whether a name is assigned under a condition, or to an attribute of another object than `self`."""
+    parent = file.parents.get(value)
+    if not (isinstance(parent, ast.Assign) and isinstance(value, ast.Name)):
+        return False
+    owners = [each.value for each in parent.targets if isinstance(each, ast.Attribute)]
+    is_set = any(not (isinstance(owner, ast.Name) and owner.id == "self") for owner in owners)
+    return is_set or isinstance(file.parents.get(parent), ast.If)
+
+
+def is_looped(file: SourceFile, value: ast.expr) -> bool:
+    """Return whether a loop runs over an expression."""
+    return isinstance(parent := file.parents.get(value), ast.For) and parent.iter is value
+
+
+def list_parameters(function: Function) -> list[str]:
+    args = function.args
+    return [each.arg for each in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+
+
+def find_argument(call: ast.Call, name: str, names: Sequence[str]) -> ast.expr | None:
+    """Return the argument of a call for a parameter. `names` are the positional parameters."""
+    found = next((each.value for each in call.keywords if each.arg == name), None)
+    at = names.index(name) if name in names else len(call.args)
+    is_plain = not any(isinstance(each, ast.Starred) for each in call.args[: at + 1])
+    return found if found is not None or at >= len(call.args) or not is_plain else call.args[at]
+
+
+def name_called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def walk_own(function: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function without those of functions inside it."""
+    for child in ast.iter_child_nodes(function):
+        if not isinstance(child, FUNCTIONS):
+            yield child
+            yield from walk_own(child)
+
+
+def list_assigned(function: Function, name: str) -> Iterator[tuple[int, ast.expr]]:
+    """Yield (line, expression) of each assignment to a local name."""
+    for node in walk_own(function):
+        for target, value in list_targets(node):
+            if isinstance(target, ast.Name) and target.id == name:
+                yield first_line(value), value
+
+
+def list_stored(function: Function, name: str) -> Iterator[ast.expr]:
+    """Yield the keys and values that are stored in a local list or dictionary, or appended to it."""
+    for node in walk_own(function):
+        if isinstance(node, ast.Call) and _is_append(node, name):
+            yield from node.args
+        for target, value in list_targets(node):
+            if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
+                continue
+            if target.value.id == name:
+                yield from (target.slice, value)
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def list_append_tests(file: SourceFile, function: Function, name: str) -> Iterator[ast.expr]:
+    """Yield the conditions under which a function appends to a local list."""
+    for node in walk_own(function):
+        if isinstance(node, ast.Call) and _is_append(node, name):
+            owner = getattr(node.func, "value", None)
+            if isinstance(owner, ast.IfExp):
+                yield owner.test
+            yield from list_conditions(file, node)
+
+
+def _is_append(node: ast.Call, name: str) -> bool:
+    """Return whether a call appends to a list with a name, or to a member of it."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("append", "add", "extend"):
+        return False
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.func.value))
+
+
+def list_targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (target, expression) of an assignment or loop."""
+    pairs: list[tuple[ast.expr, ast.expr]] = []
+    if isinstance(node, ast.Assign):
+        pairs = [(target, node.value) for target in node.targets]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+        pairs = [(node.target, node.value)]
+    elif isinstance(node, ast.For | ast.comprehension):
+        pairs = [(node.target, node.iter)]
+    for target, value in pairs:
+        if not isinstance(target, ast.Tuple | ast.List):
+            yield target, value
+        elif isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+            yield from zip(target.elts, value.elts, strict=True)
+        else:
+            yield from ((each, value) for each in target.elts)
+
+
+def list_conditions(file: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
+    """Yield the conditions under which a function executes a node, the innermost first."""
+    child = node
+    while (parent := file.parents.get(child)) is not None and not isinstance(child, FUNCTIONS):
+        if isinstance(parent, ast.If | ast.While | ast.IfExp) and child is not parent.test:
+            yield parent.test
+        for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
+            if isinstance(body, list) and child in body:
+                before = body[: body.index(child)]
+                yield from (
+                    each.test
+                    for each in before
+                    if isinstance(each, ast.If) and isinstance(each.body[-1], _LEAVES)
+                )
+        child = parent
+
+
+def list_names(target: ast.expr) -> Iterator[str]:
+    """Yield the names and attributes, such as `self.size`, to which a target assigns."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for each in target.elts:
+            yield from list_names(each)
+    elif isinstance(target, ast.Name | ast.Attribute):
+        yield ast.unparse(target)
+
+
+@lru_cache(maxsize=64)
+def map_assignments(path: str) -> Mapping[int, tuple[int, tuple[str, ...]]]:
+    """Return the first line and names of the assignment, loop or return that each line of a file is in."""
+    found: dict[int, tuple[int, tuple[str, ...]]] = {}
+    for node in ast.walk(parse_file(path)):
+        targets = [] if isinstance(node, ast.comprehension) else [each for each, _ in list_targets(node)]
+        names = tuple(name for target in targets for name in list_names(target))
+        names = (RETURNED,) if isinstance(node, ast.Return) else names
+        if names:
+            last = node.iter.end_lineno if isinstance(node, ast.For) else getattr(node, "end_lineno", None)
+            first = first_line(node)
+            found.update(dict.fromkeys(range(first, (last or first) + 1), (first, names)))
+    return found
