@@ -10,7 +10,7 @@ import ast
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -82,21 +82,45 @@ class _Assigned(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Definition:
-    """An expression that defines a value, and the name under which the value is recorded."""
+    """An expression that defines a value, or a member of it, and the name under which the value is recorded."""
 
     value: ast.expr
     scope: _Scope
     is_shown: bool = True
     name: Name | None = None
+    is_member: bool = False
 
 
 @dataclass(eq=False)
 class _Found:
-    """A definition that differs from one device: `is_passed` if a definition of its operands does, too."""
+    """A line that defines a value. `has_known` says that an operand equals one device's; others are `differing`.
+
+    With `passes`, the line only passes a name or attribute on.
+    """
 
     site: Site
     difference: Difference | None
-    is_passed: bool = False
+    passes: bool = False
+    has_known: bool = False
+    differing: list[_Found] = field(default_factory=list)
+
+    @property
+    def is_new(self) -> bool:
+        """Return whether one device does not run the line, and runs others of the function."""
+        return self.difference is not None and self.difference.there is None
+
+    @property
+    def is_evidence(self) -> bool:
+        """Return whether a value differs although it need not, unlike sizes of tensors and meshes."""
+        if self.difference is None:
+            return False
+        is_made = not (self.passes or self.difference.is_integer)
+        return self.is_new or self.has_known or is_made or any(each.is_evidence for each in self.differing)
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether a value differs although no operand does."""
+        return self.is_evidence and not any(each.is_evidence for each in self.differing)
 
 
 class Definitions:
@@ -148,7 +172,8 @@ class Definitions:
                 conditions += [
                     _Use(test, scope, first_line(node)) for test in list_conditions(scope.file, node)
                 ]
-        found = self._follow(uses, skips_calls=is_of_tensors, plain=_ALL * (keyword == "group"))
+        is_group = keyword == "group"  # one device has none
+        found = self._follow(uses, skips_calls=is_of_tensors, plain=_ALL * is_group, compares=not is_group)
         return found or self._follow(conditions, plain=_NAMES * of_conditions)
 
     def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
@@ -200,21 +225,27 @@ class Definitions:
         return found[::-1]
 
     def _follow(
-        self, uses: Sequence[_Use], *, skips_calls: bool = False, plain: tuple[type[ast.expr], ...] = ()
+        self,
+        uses: Sequence[_Use],
+        *,
+        skips_calls: bool = False,
+        plain: tuple[type[ast.expr], ...] = (),
+        compares: bool = True,
     ) -> dict[Site, Difference | None]:
-        """Return the lines that define the values of expressions, breadth first, with differences from one device.
+        """Return the lines that define the values of expressions, with differences from one device.
 
-        If some values differ, lines that define equal ones are left out, and the lines come first that define a
-        different value from equal ones. Expressions of the types `plain` have no tensors, also in lines that make
-        tensors.
+        Lines of ranks alone come first, then those that define another value from known ones, then others, breadth
+        first. If there are differences, lines that define equal values are left out. Expressions of the types `plain`
+        have no tensors, also in lines that make tensors.
         """
-        found = list(self._walk(uses, skips_calls, plain, self._values))
-        if not any(each.difference for each in found):
+        values = self._values if compares else None
+        found = list(self._walk(uses, skips_calls, plain, values))
+        if not any(each.is_evidence for each in found):
             # Numbers and keys in lines that make tensors decide which tensor it is.
-            chosen = self._walk(uses, skips_calls, _ALL, self._values)
-            found = [each for each in chosen if each.difference]
+            chosen = list(self._walk(uses, skips_calls, _ALL, values)) if values is not None else []
+            found = [each for each in chosen if each.is_new]
             found += self._walk(uses, skips_calls, plain, None)
-        found.sort(key=lambda each: (each.difference is None, each.is_passed))
+        found.sort(key=lambda each: (not each.is_first, not each.is_evidence, not each.is_new))
         return {each.site: each.difference for each in found}
 
     def _walk(
@@ -226,26 +257,34 @@ class Definitions:
     ) -> Iterator[_Found]:
         """Yield the definitions of expressions. Those of values that equal one device's are not followed."""
         waiting: deque[tuple[_Use, _Found | None]] = deque((use, None) for use in uses)
-        seen: set[tuple[ast.expr, Function | None]] = set()
+        seen: dict[tuple[ast.expr, Function | None], _Found | None] = {}
+        found: list[_Found] = []
         while waiting and len(seen) < _MOST_VISITED:
             use, user = waiting.popleft()
             nodes = [
                 each for each in list_loads(use.node) if not (skips_calls and use in uses and _is_call(each))
             ]
             for each in (definition for node in nodes for definition in self._define(node, use)):
-                line, is_plain_type = first_line(each.value), isinstance(each.value, plain)
-                is_right = not is_plain_type and self._passes(each.scope.file.path, line)
-                is_equal = values is not None and each.name is not None and values.is_equal(each.name)
-                if (each.value, each.scope.function) in seen or is_right or is_equal:
+                key, line = (each.value, each.scope.function), first_line(each.value)
+                is_right = not isinstance(each.value, plain) and self._passes(each.scope.file.path, line)
+                if is_right or (each.is_member and values is None):
                     continue
-                seen.add((each.value, each.scope.function))
-                made = _Found(_site(each.scope, each.value), self._compare(each, values))
+                is_equal = values is not None and each.name is not None and values.is_equal(each.name)
+                if user is not None:
+                    user.has_known |= is_equal
+                    user.differing += filter(None, [seen.get(key)])
+                if key in seen or is_equal:
+                    continue
+                passes = isinstance(each.value, _NAMES)
+                made = _Found(_site(each.scope, each.value), self._compare(each, values), passes)
+                seen[key] = made if made.difference is not None else None
                 if made.difference is not None and user is not None:
-                    user.is_passed = True
-                is_chosen = is_plain_type and is_choice(each.scope.file, each.value)
-                if each.is_shown and (made.difference or is_chosen or not is_plain(each.value)):
-                    yield made
+                    user.differing.append(made)
+                is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
+                if made.difference or (each.is_shown and (is_chosen or not is_plain(each.value))):
+                    found.append(made)
                 waiting.append((_Use(each.value, each.scope, line), made if made.difference else user))
+        yield from found
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
         """Return how a value differs from one device; None for functions that only the ranks run."""
@@ -262,7 +301,7 @@ class Definitions:
             if isinstance(name, ast.Constant):
                 found = self._attributes.get(str(name.value), ())
                 yield from (_Definition(each.value, each.scope) for each in found)
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call | ast.Subscript):
             yield from self._list_returned(node, use)
         elif isinstance(node, ast.Attribute):
             yield from self._list_attribute(node, use.scope)
@@ -284,7 +323,8 @@ class Definitions:
                 if at == last:
                     is_shown = not is_looped(scope.file, value)
                     yield _Definition(value, scope, is_shown, _name(scope, value, name))
-            yield from (_Definition(value, scope) for value in list_stored(function, name))
+            stored = list_stored(function, name)
+            yield from (_Definition(value, scope, is_member=is_member) for value, is_member in stored)
         elif name in list_parameters(function):
             yield from self._list_arguments(name, function, scope)
         else:
@@ -330,21 +370,17 @@ class Definitions:
         for each in found if is_all else inside:
             yield _Definition(each.value, each.scope, name=_name(each.scope, each.value, each.target))
 
-    def _list_returned(self, node: ast.Call, use: _Use) -> Iterator[_Definition]:
+    def _list_returned(self, node: ast.Call | ast.Subscript, use: _Use) -> Iterator[_Definition]:
         """Yield the values that a function of the user returns, if one executed function alone has its name."""
+        func = node.func if isinstance(node, ast.Call) else None
+        call = _Call(node, use.scope) if isinstance(node, ast.Call) else None
         found = {
             function: [_Definition(each, scope, name=_name(scope, each, RETURNED)) for each in returns]
             for file, function in self._functions.get(name_called(node), ())
-            if (returns := self._list_returns(file, function))
-            and (scope := _Scope(file, function, _Call(node, use.scope)))
+            if (returns := self._list_returns(file, function)) and (scope := _Scope(file, function, call))
         }
         own = _class_of(use.scope)
-        if (
-            len(found) > 1
-            and isinstance(node.func, ast.Attribute)
-            and is_of_self(node.func)
-            and own is not None
-        ):
+        if len(found) > 1 and isinstance(func, ast.Attribute) and is_of_self(func) and own is not None:
             found = {function: each for function, each in found.items() if function in own.body}
         yield from next(iter(found.values())) if len(found) == 1 else ()
 

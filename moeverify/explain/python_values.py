@@ -18,14 +18,18 @@ MOST_VALUES = 256
 _MOST_MEMBERS = 32
 _DEPTH = 3
 _OTHER = "<object>"
-"""Stands for objects that are not compared, such as tensors and modules."""
+"""Data of objects that are not compared, such as tensors and modules."""
 
 
 class Difference(NamedTuple):
-    """The first value of a name that differs: on a rank, and on one device (None if it does not run the line)."""
+    """The first value of a name that differs: on a rank, and on one device (None if it does not run the line).
+
+    Both are empty for collections of objects.
+    """
 
     here: str
     there: str | None
+    is_integer: bool = False
 
 
 def encode(value: object, depth: int = _DEPTH) -> Any:
@@ -81,8 +85,8 @@ class PythonValues:
                 mine, theirs = values.get(name, ()), self._one.get(step, {}).get(name, ())
                 pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else _pair(mine, theirs)
                 for here, there in pairs:
-                    if here != there:
-                        return Difference(*map(_show, _find_member(here, there)))
+                    if here != there and _OTHER not in (here, there):
+                        return _make_difference(*_find_member(here, there))
         return None
 
 
@@ -101,8 +105,18 @@ def _find_member(here: Any, there: Any) -> tuple[Any, Any]:
     return next(_find_member(*each) for each in zip(here[1], there[1], strict=True) if each[0] != each[1])
 
 
+def _make_difference(here: Any, there: Any) -> Difference:
+    is_integer = all(isinstance(each, int) and not isinstance(each, bool) for each in (here, there))
+    return Difference(_show(here), _show(there), is_integer)
+
+
 def _show(value: Any) -> str:
-    """Return an encoded value as readers know it."""
+    """Return an encoded value as readers know it; empty if it has objects that are not compared."""
+    text = _write(value)
+    return "" if _OTHER in text else text
+
+
+def _write(value: Any) -> str:
     if isinstance(value, tuple) and isinstance(value[-1], tuple | frozenset):
-        return f"{value[0]} items: {', '.join(map(_show, value[1]))}"
-    return repr(value) if isinstance(value, str) and value != _OTHER else str(value)
+        return f"{value[0]} items: {', '.join(map(_write, value[1]))}"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -63,10 +63,10 @@ def function_line(function: Function) -> int:
 
 
 def list_loads(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the names, attributes and calls of an expression, outer ones first."""
+    """Yield the names, attributes, calls and indexed objects of an expression, outer ones first."""
     called = {each.func for each in ast.walk(node) if isinstance(each, ast.Call)}
     for each in ast.walk(node):
-        if isinstance(each, ast.Name | ast.Attribute | ast.Call) and each not in called:
+        if isinstance(each, ast.Name | ast.Attribute | ast.Call | ast.Subscript) and each not in called:
             yield each
 
 
@@ -106,8 +106,11 @@ def find_argument(call: ast.Call, name: str, names: Sequence[str]) -> ast.expr |
     return found if found is not None or at >= len(call.args) or not is_plain else call.args[at]
 
 
-def name_called(call: ast.Call) -> str:
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+def name_called(node: ast.Call | ast.Subscript) -> str:
+    """Return the name of the function that an expression calls."""
+    if isinstance(node, ast.Subscript):
+        return "__getitem__"
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def walk_own(function: ast.AST) -> Iterator[ast.AST]:
@@ -126,16 +129,16 @@ def list_assigned(function: Function, name: str) -> Iterator[tuple[int, ast.expr
                 yield first_line(value), value
 
 
-def list_stored(function: Function, name: str) -> Iterator[ast.expr]:
-    """Yield the keys and values that are stored in a local list or dictionary, or appended to it."""
+def list_stored(function: Function, name: str) -> Iterator[tuple[ast.expr, bool]]:
+    """Yield the keys and values that are stored in a local list or dictionary, and whether they are appended."""
     for node in walk_own(function):
         if isinstance(node, ast.Call) and _is_append(node, name):
-            yield from node.args
+            yield from ((each, True) for each in node.args)
         for target, value in list_targets(node):
             if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
                 continue
             if target.value.id == name:
-                yield from (target.slice, value)
+                yield from ((target.slice, False), (value, False))
 
 
 def is_of_self(node: ast.Attribute) -> bool:

@@ -133,6 +133,10 @@ class UserLines:
 def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:
     """Return the record of a line, `sites[0]`, and of the next line of the user's code that calls it."""
     callers = [site for site in sites[1:] if is_of_user(site.file)][:1]
-    here, there = difference or (None, None)
-    caller = make_line(callers[0]) if callers else None
-    return Origin(kind=kind, line=make_line(sites[0]), caller=caller, here=here, there=there)
+    return Origin(
+        kind=kind,
+        line=make_line(sites[0]),
+        caller=make_line(callers[0]) if callers else None,
+        here=None if difference is None else difference.here,
+        there=None if difference is None else difference.there,
+    )

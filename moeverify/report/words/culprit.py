@@ -137,10 +137,10 @@ def list_origins(culprit: Culprit) -> list[str]:
 
 def _compare_values(origin: Origin) -> str:
     """Return the value that a line defines, next to the one of one device, or an empty string."""
-    if origin.here is None:
-        return ""
-    there = "one device does not run this line" if origin.there is None else f"on one device {origin.there}"
-    return shorten(f": {origin.here}", _LONGEST) + f"; {shorten(there, _LONGEST)}"
+    here = f": {shorten(origin.here, _LONGEST)}" if origin.here else ""
+    if origin.here is not None and origin.there is None:
+        return f"{here}; one device does not run this line"
+    return f"{here}; on one device {shorten(origin.there, _LONGEST)}" if here and origin.there else ""
 
 
 def list_source(culprit: Culprit) -> list[str]:

@@ -1,0 +1,175 @@
+"""Values of Python names: recording, comparison with one device, and the definitions that they single out."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from moeverify.explain.definitions import Definitions
+from moeverify.explain.lines import Lines
+from moeverify.explain.program import SETUP, Program, Site
+from moeverify.explain.python_values import Difference, PythonValues, encode
+
+SOURCE = """
+def depth_of(name, layers):
+    return layers - int(name[-1])
+
+def list_groups(names, quirk):
+    groups = []
+    for name in names:
+        depth = depth_of(name, 3)
+        if quirk == "reversed":
+            depth = 3 - depth
+        decays = name != "embed0" and quirk != "all"
+        groups.append((name, 0.5**depth, 0.1 if decays else 0.0))
+    return groups
+
+class Optimizer:
+    def __init__(self, names, quirk, ranks):
+        self.ranks = ranks
+        self.groups = list_groups(names, quirk)
+
+    def step(self):
+        total = 0.0
+        for name, rate, decay in self.groups:
+            total += scale(rate, decay, self.ranks)
+        return total
+
+def scale(rate, decay, ranks):
+    return rate * decay / ranks
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> ModuleType:
+    path = tmp_path / "optimizer.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("optimizer", path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def record(run: Callable[[], object]) -> Program:
+    program = Program()
+    with Lines(program).following():
+        run()
+    return program
+
+
+def train(module: ModuleType, quirk: str, ranks: int) -> Program:
+    return record(lambda: module.Optimizer(["embed0", "block1"], quirk, ranks).step())
+
+
+def find(module: ModuleType, expression: str, one: Program, program: Program) -> list[tuple[str, Any]]:
+    """Return the source of each line that defines what an expression takes, with its difference."""
+    path = str(module.__file__)
+    node = next(
+        each
+        for each in ast.walk(ast.parse(SOURCE))
+        if isinstance(each, ast.expr) and ast.get_source_segment(SOURCE, each) == expression
+    )
+    span = (node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
+    executed = {path: {line for _, line in program.lines[SETUP]}}
+    values = PythonValues(one.names, [program.names], one.lines[SETUP])
+    definitions = Definitions([path], lambda file, line: False, executed, values)
+    found = definitions.find([Site(path, node.lineno, "", 0, span)])
+    return [(SOURCE.splitlines()[site.line - 1].strip(), difference) for site, difference in found.items()]
+
+
+def test_assigned_values_parameters_and_results_are_recorded(module: ModuleType) -> None:
+    names = train(module, "", 1).names[SETUP]
+    found = {(line, name): values for (_, line, name), values in names.items()}
+    assert found[8, "depth"] == [3, 2]
+    assert found[2, "name"] == ["embed0", "block1"]
+    assert found[3, "return"] == [3, 2]
+    assert found[17, "self.ranks"] == [1]
+    assert found[22, "decay"][:2] == [0.0, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("quirk", "first"),
+    [
+        ("reversed", ("depth = 3 - depth", Difference("0", None))),
+        ("all", ('decays = name != "embed0" and quirk != "all"', Difference("False", "True"))),
+    ],
+    ids=["a line of ranks alone", "another value of equal ones"],
+)
+def test_the_line_that_makes_a_value_wrong_comes_first(
+    module: ModuleType, quirk: str, first: tuple[str, Difference]
+) -> None:
+    one, ranks = train(module, "", 1), train(module, quirk, 2)
+    assert find(module, "scale(rate, decay, self.ranks)", one, ranks)[0] == first
+
+
+def test_lines_that_define_equal_values_are_left_out(module: ModuleType) -> None:
+    one, ranks = train(module, "", 1), train(module, "reversed", 1)
+    lines = [line for line, _ in find(module, "scale(rate, decay, self.ranks)", one, ranks)]
+    assert not any(line.startswith("decays") for line in lines)
+
+
+def test_a_size_of_the_run_is_no_evidence(module: ModuleType) -> None:
+    one, ranks = train(module, "", 1), train(module, "", 2)
+    found, same = (find(module, "rate * decay / ranks", each, ranks) for each in (one, ranks))
+    assert [line for line, _ in found] == [line for line, _ in same]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "difference"),
+    [
+        ([1, 2], [1, 2], None),
+        ([2], [1, 2], None),  # a loop over a part of the layers
+        ([1, 3], [1, 2], Difference("3", "2", True)),
+        ([3], [1, 2], Difference("3", "1", True)),
+        ([("a", [1, 2])], [("a", [1, 4])], Difference("2", "4", True)),
+        ([[torch.ones(1)] * 2], [[torch.ones(1)] * 3], Difference("", "")),
+        ([torch.ones(1)], [None], None),
+        ([0.1 + 0.2], [0.3], None),
+        ([torch.float32], [torch.float64], Difference("torch.float32", "torch.float64")),
+    ],
+    ids=["equal", "some", "other", "none of them", "member", "length", "objects", "rounding", "dtype"],
+)
+def test_values_differ_where_they_do_not_occur_on_one_device(
+    mine: list[object], theirs: list[object], difference: Difference | None
+) -> None:
+    name = ("a.py", 3, "x")
+    values = PythonValues({0: {name: list(map(encode, theirs))}}, [{0: {name: list(map(encode, mine))}}])
+    assert values.compare(name, ()) == difference
+
+
+def test_a_line_counts_as_new_only_in_a_function_that_one_device_runs() -> None:
+    name = ("a.py", 3, "x")
+    values = PythonValues({0: {}}, [{0: {name: [1]}}], [("a.py", 2)])
+    assert values.compare(name, range(1, 5)) == Difference("1", None)
+    assert values.compare(name, range(3, 5)) is None
+
+
+def test_a_property_is_not_called_to_look_up_a_value(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Counter:
+        @property
+        def count(self) -> int:
+            calls.append("count")
+            return 1
+
+        @count.setter
+        def count(self, value: int) -> None:
+            pass
+
+    path = tmp_path / "count.py"
+    path.write_text("def run(counter):\n    counter.count = 3\n    return 0\n")
+    space: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    program = record(lambda: space["run"](Counter()))
+    assert not calls
+    assert (str(path), 3, "return") in program.names[SETUP]
