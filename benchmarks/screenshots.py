@@ -142,18 +142,24 @@ def take(page: Path, path: Path, shot: Shot) -> None:
 
 def browse(page: str, *options: str, scheme: Scheme = "light") -> subprocess.CompletedProcess[str]:
     """Open the text of a page in a browser and return what the browser printed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        shown = Path(scratch) / "page.html"
+        shown.write_text(page, encoding="utf-8")
+        return visit(shown.as_uri(), *options, scheme=scheme)
+
+
+def visit(address: str, *options: str, scheme: Scheme = "light") -> subprocess.CompletedProcess[str]:
+    """Open an address in a browser and return what the browser printed."""
     browser = find_browser()
     if browser is None:
         raise SystemExit(f"needs a browser: one of {', '.join(BROWSERS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        shown = Path(scratch) / "page.html"
-        shown.write_text(page, encoding="utf-8")
         own = (
             f"--user-data-dir={scratch}/profile",
             f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
         )
         return subprocess.run(
-            [browser, *FLAGS, *own, *options, shown.as_uri()],
+            [browser, *FLAGS, *own, *options, address],
             capture_output=True,
             text=True,
             check=True,

@@ -142,10 +142,15 @@ class Outputs(OptionGroup):
         failure = publish_run(run, context.out)
         return [failure] if failure else []
 
+    def find_kept(self) -> Path | None:
+        """Return the file of the folder from which later commands read the run; None without a folder."""
+        from moeverify.report.formats.json import RUN_FILE
+
+        return None if self.folder is None else self.folder / RUN_FILE
+
     def _list_files(self) -> Iterator[tuple[str, Path]]:
         """Yield the format and path of each file; the kept copy is JSON, which can be read again."""
-        if self.folder is not None:
-            from moeverify.report.formats.json import RUN_FILE
-
-            yield "json", self.folder / RUN_FILE
+        kept = self.find_kept()
+        if kept is not None:
+            yield "json", kept
         yield from self.files.items()

@@ -281,11 +281,12 @@ def run_and_report(
     from moeverify.report.progress import open_progress
 
     keeper = Keeper(finished or {})
+    kept = outputs.find_kept() if context.is_first else None
     known = {} if durations is None else durations.read(case.name for case in cases)
     with ExitStack() as postponed:
         try:
             with open_progress(context.out, quiet=quiet, durations=known) as progress:
-                result = go(keeper.watch(progress.on_event), progress.on_event)
+                result = go(keeper.watch(progress.on_event, cases, kept), progress.on_event)
             # Before this line, an early end reports the cases so far; after it, the whole report is written.
             postponed.enter_context(postponed_signals())
         except BaseException as error:

@@ -64,6 +64,7 @@ def _make_brief(run: RunResult, kept: Kept, only: Numbered | None, limits: _Limi
         schema_version=SCHEMA_VERSION,
         verdict=run.verdict,
         counts=count_verdicts(run),
+        waiting=len(run.waiting),
         seconds=round(run.seconds, 1),
         cases=tuple(told),
         omitted=len(open_ones) - len(told) if only is None else 0,

@@ -36,6 +36,9 @@ class Kept:
         return self.folder / "result.json" if self.folder else self.file
 
 
+NOT_KEPT = Kept()
+
+
 def name_rest(case: CaseResult, kept: Kept, field: str = "`findings`") -> str:
     """Return where to find the omitted part of a case; `field` is the attribute for Python callers."""
     if kept.json is not None:

@@ -78,14 +78,21 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_page(
-    template: str, environment: Mapping[str, object], *, script: str = "page", **content: object
+    template: str,
+    environment: Mapping[str, object],
+    *,
+    script: str = "page",
+    version: str = "",
+    **content: object,
 ) -> str:
     """Render a template as an HTML page with the shared style.
 
     `script` names the page's script and style sheet. The page contains the script's hash, so that a browser
-    runs no other script, such as one injected by the name of a case.
+    runs no other script, such as one injected by the name of a case. A page with a `version` asks its server
+    for newer ones.
     """
-    code = (_TEMPLATES / f"{script}.js").read_text(encoding="ascii")
+    scripts = (script, "live") if version else (script,)
+    code = "".join((_TEMPLATES / f"{each}.js").read_text(encoding="ascii") for each in scripts)
     styles = dict.fromkeys(("page", script))
     style = "".join((_TEMPLATES / f"{each}.css").read_text(encoding="ascii") for each in styles)
     return (
@@ -93,6 +100,7 @@ def render_page(
         .get_template(template)
         .render(
             environment=environment,
+            version=version,
             script=Markup(code),
             script_hash=base64.b64encode(hashlib.sha256(code.encode()).digest()).decode(),
             style=Markup(style),

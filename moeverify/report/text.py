@@ -163,6 +163,8 @@ def summarize_run(run: RunResult) -> Text:
         line.append(", " if position else ": ")
         line.append(f"{number} {kind}", style=STYLES[kind])
     tensors = sum(count_tensors(case) for case in run.cases)
+    if run.waiting:
+        line.append(f"; {len(run.waiting)} have not finished")
     line.append(f"; {format_count(tensors, 'tensor')} compared; ")
     return line.append(format_seconds(run.seconds))
 

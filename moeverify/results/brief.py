@@ -55,13 +55,14 @@ class BriefCase(Record):
 class Brief(Record):
     """The result of a run: its verdict, the cases that did not pass, and the commands to try next.
 
-    `counts` has the number of cases by verdict, and `omitted` the number of cases left out for size. `next`
-    belongs to the first case.
+    `counts` has the number of cases by verdict, `omitted` the number of cases left out for size, and
+    `waiting` that of cases without a result while the run goes on. `next` belongs to the first case.
     """
 
     schema_version: int
     verdict: Verdict
     counts: dict[Verdict, int]
+    waiting: int = 0
     seconds: float = 0.0
     cases: tuple[BriefCase, ...] = ()
     omitted: int = 0

@@ -144,6 +144,7 @@ class RunResult(Record):
 
     `goldens` are the goldens that this run made; others came from the cache. `start_seconds` is the time
     from each launch to its first job. `allows_undecided` means that an undecided case is no failure.
+    `waiting` are the cases without a result while the run goes on; its verdict is `error` until it ends.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -156,6 +157,7 @@ class RunResult(Record):
     start_seconds: float = 0.0
     goldens: tuple[GoldenTime, ...] = ()
     allows_undecided: bool = False
+    waiting: tuple[str, ...] = ()
     cases: tuple[CaseResult, ...]
 
     def answered(self, cases: tuple[CaseResult, ...], answers: RunResult) -> RunResult:

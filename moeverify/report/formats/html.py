@@ -16,8 +16,9 @@ from moeverify.report import operator_page
 from moeverify.report.explanation import number_findings
 from moeverify.report.failed_ranks import group_ranks
 from moeverify.report.files import write_atomically
+from moeverify.report.formats.json import find_run_file
 from moeverify.report.matrix import find_matrices
-from moeverify.report.next_steps import Kept, advise
+from moeverify.report.next_steps import NOT_KEPT, Kept, advise
 from moeverify.report.numbers import format_count
 from moeverify.report.operator_file import find_table, read
 from moeverify.report.page import render_page
@@ -41,7 +42,15 @@ def write(run: RunResult, path: Path) -> None:
 
     Raises: OSError when writing fails.
     """
-    write_atomically(path, format_page(run, _write_operators(run, path)))
+    operators = _write_operators(run, path)
+    write_atomically(path, format_page(run, operators, kept=_find_kept(run, path)))
+
+
+def _find_kept(run: RunResult, path: Path) -> Kept:
+    """Return the folder of the run, if it still has the operators of a case."""
+    tables = (find_table(case, path) for case in run.cases if case.has_failed)
+    found = next((table.parents[1] for table in tables if table is not None), None)
+    return NOT_KEPT if found is None or not find_run_file(found).is_file() else Kept(found)
 
 
 def _write_operators(run: RunResult, path: Path) -> dict[str, str]:
@@ -59,19 +68,24 @@ def _write_operators(run: RunResult, path: Path) -> dict[str, str]:
     return names
 
 
-def format_page(run: RunResult, operators: Mapping[str, str] | None = None) -> str:
+def format_page(
+    run: RunResult, operators: Mapping[str, str] | None = None, *, kept: Kept = NOT_KEPT, version: str = ""
+) -> str:
     """Return the page: failures, a table of all cases, then details of cases.
 
-    `operators` maps the names of cases to the files of their operator pages.
+    `operators` maps the names of cases to the addresses of their operator pages. `kept` is where the run is
+    stored. A page with a `version` is live: it asks its server for newer versions.
     """
-    entries = _make_entries(run, operators or {})
+    entries = _make_entries(run, operators or {}, kept)
     failed = [entry for entry in entries if entry.case.has_failed]
     is_long = len(entries) > _MOST_STATIC_CASES
     launches = {"launches": run.launches} if run.launches else {}
     return render_page(
         "run.html",
         {**run.environment, **launches},
+        version=version,
         run=run,
+        title="running" if run.waiting else run.verdict,
         max_conclusive=MAX_CONCLUSIVE,
         counts=count_verdicts(run),
         num_tensors=sum(entry.tensors for entry in entries),
@@ -85,7 +99,7 @@ def format_page(run: RunResult, operators: Mapping[str, str] | None = None) -> s
     )
 
 
-def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
+def _make_entries(run: RunResult, operators: Mapping[str, str], kept: Kept) -> list[_Entry]:
     """Return all cases in order. Failed cases get a detailed section, then others up to a limit."""
     positions = sorted(range(len(run.cases)), key=lambda at: not run.cases[at].has_failed)
     numbers: dict[int, int] = {}
@@ -102,6 +116,7 @@ def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
             command=run.command,
             number=numbers.get(id(case), 1),
             operators=quote(operators.get(case.name, "")),
+            kept=kept,
         )
         for at, case in enumerate(run.cases)
     ]
@@ -111,7 +126,7 @@ def _make_entries(run: RunResult, operators: Mapping[str, str]) -> list[_Entry]:
 class _Entry:
     """One case with the values shown by the templates; `anchor` is the id of its section, if any.
 
-    `operators` is the address of its operator page, if any.
+    `operators` is the address of its operator page, if any, and `kept` the place of the run.
     """
 
     case: CaseResult
@@ -120,6 +135,7 @@ class _Entry:
     command: str
     number: int
     operators: str = ""
+    kept: Kept = NOT_KEPT
 
     @cached_property
     def tensors(self) -> int:
@@ -163,7 +179,10 @@ class _Entry:
 
     @property
     def next_steps(self) -> list[tuple[str, str]]:
-        return advise(self.case, self.command, Kept(), self.number)
+        steps = advise(self.case, self.command, self.kept, self.number)
+        return [
+            (command, purpose) for command, purpose in steps if not command.startswith("moeverify report ")
+        ]
 
     @cached_property
     def pictures(self) -> list[tuple[str, Picture, Markup]]:

@@ -8,7 +8,7 @@
     const source = details.querySelector("noscript");
     if (!source) return;
     const template = document.createElement("template");
-    template.innerHTML = source.textContent;
+    template.innerHTML = source.innerHTML;
     const box = template.content.firstElementChild;
     const body = box.querySelector("tbody");
     const rows = Array.from(body.rows);
@@ -61,10 +61,14 @@
     if (details) details.open = true;
   }
 
-  for (const details of document.querySelectorAll("details.rows")) {
-    if (details.open) fill(details);
-    details.addEventListener("toggle", () => details.open && fill(details));
+  function prepare() {
+    for (const details of document.querySelectorAll("details.rows")) {
+      if (details.open) fill(details);
+      details.addEventListener("toggle", () => details.open && fill(details));
+    }
   }
   addEventListener("hashchange", openTarget);
+  document.addEventListener("renewed", prepare);
+  prepare();
   openTarget();
 })();
