@@ -53,6 +53,12 @@ def read_document(path: Path, report: Report, *, fields: str = "`recipe:` and `l
     `fields` names the fields that an empty file lacks, for the remedy.
     """
     file = str(path)
+    if path.suffix == ".py":
+        remedy = (
+            "`moeverify init` writes cases for a model, and `moeverify watch -- python FILE` runs a script"
+        )
+        report(Problem("a case is a YAML file, and this file is a program", file, remedy=remedy))
+        return None
     text = read_text(path, report, OF_CASES.num_bytes)
     entry = parse_text(text, file, report) if text is not None else None
     if entry is None or entry.is_mapping:
@@ -72,7 +78,7 @@ def read_text(path: Path, report: Report, most: int) -> str | None:
     try:
         raw = read_input(path, most)
     except FileNotFoundError:
-        report(Problem("there is no such file", file, remedy=_list_siblings(path)))
+        report(Problem("there is no such file", file, remedy=_name_sibling(path)))
         return None
     except OSError as error:
         report(Problem(f"this file cannot be read: {error.strerror or error}", file))
@@ -244,13 +250,14 @@ def _translate(error: MarkedYAMLError, file: str, has_lines: bool) -> Problem:
     message = (error.problem or "this is no YAML").strip()
     mark = error.problem_mark or error.context_mark
     line = int(mark.line) + 1 if mark is not None else None
-    remedy = ""
+    remedy = closing = ""
     if "'\\t'" in message:
         message, remedy = "a tab cannot indent YAML", "use spaces"
     elif "another document" in message:
         message, remedy = "a second document begins here (`---`)", "write one case a file"
     elif "<stream end>" in message:
         message = f"the text ends too early: {message}"
+        closing = "close every bracket and quote"
     elif "mapping values are not allowed" in message:
         message, remedy = (
             "a second `:` in one value, or wrong indentation",
@@ -258,12 +265,15 @@ def _translate(error: MarkedYAMLError, file: str, has_lines: bool) -> Problem:
         )
     else:
         message = f"broken YAML: {message}"
+        closing = "write `name: value` lines, and put text with special characters in quotes"
     if error.context and not remedy:
         message += f" ({error.context.strip()})"
-    return Problem(message, file, line if has_lines else None, remedy=remedy)
+    return Problem(message, file, line if has_lines else None, remedy=remedy or closing)
 
 
-def _list_siblings(path: Path) -> str:
+def _name_sibling(path: Path) -> str:
     siblings = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
     nearest = find_nearest(path.stem, [sibling.stem for sibling in siblings])
-    return f"did you mean `{path.with_name(nearest + '.yaml')}`?" if nearest else ""
+    if nearest is None:
+        return "give the path of a file from the current folder"
+    return f"did you mean `{path.with_name(nearest + '.yaml')}`?"

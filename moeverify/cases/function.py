@@ -15,6 +15,7 @@ from moeverify.cases.suggest import suggest
 from moeverify.errors import Problem
 from moeverify.input_file import read_input
 
+_ELSE = "name the module that defines it"
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -29,7 +30,8 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
     module, _, name = target.partition(":")
     spec, missing = _find_module(module, [*folders, *sys.path])
     if missing:
-        remedy = f"the folders of the import path begin with {folders[0]}" if folders else ""
+        path_start = f"; the import path begins with {folders[0]}" if folders else ""
+        remedy = f"start the command in the folder that contains it, or set PYTHONPATH{path_start}"
         return Problem(f"there is no module `{missing}` for `{target}`", path=path, remedy=remedy)
     origin = spec.origin if spec is not None else None
     if origin is None or not origin.endswith(".py"):
@@ -45,7 +47,9 @@ def examine_function(target: str, folders: Sequence[str], path: str) -> Problem 
         return None
     made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     functions = [own for own in made if own[0] != "_"]
-    return Problem(f"`{module}` ({origin}) has no `{name}`", path=path, remedy=suggest(name, functions))
+    return Problem(
+        f"`{module}` ({origin}) has no `{name}`", path=path, remedy=suggest(name, functions) or _ELSE
+    )
 
 
 def read_defaults(target: str, folders: Sequence[str]) -> dict[str, Any]:

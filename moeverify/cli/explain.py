@@ -37,7 +37,7 @@ def explain(
     """
     with open_context() as context:
         from moeverify.report.bounds import choose_bounds, render_bounds
-        from moeverify.report.codes import describe_code
+        from moeverify.report.codes import check_code, describe_code
         from moeverify.report.explanation import (
             choose_finding,
             number_findings,
@@ -46,6 +46,8 @@ def explain(
         )
         from moeverify.report.formats.json import read_run
 
+        if not run.exists() and run.stem == str(run):
+            check_code(str(run))
         page = "" if finding or bound or run.exists() else describe_code(str(run), _list_examples)
         if page:
             context.out.print(page, soft_wrap=True)

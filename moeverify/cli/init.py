@@ -55,12 +55,8 @@ def init(
         from moeverify.report.progress import open_progress, show_work
         from moeverify.verification.controller import init as trials
 
-        if folder.is_absolute() or ".." in folder.parts:
-            from moeverify.errors import CaseError, Problem
-
-            message = f"{folder} is not below the current folder"
-            raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
         root, fields = Path.cwd(), trials.parse_fields(given or [])
+        _check_folder(folder, root, dry_run)
         with show_work(context.err, f"trying {factory} on one device"):
             model = trials.try_factory(factory, parallelize or "", fields, root)
         _render_model(model, context)
@@ -72,6 +68,19 @@ def init(
                 more, second = trials.try_layouts(model, root, str(folder), pairs, progress.on_event)
                 tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
         raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
+
+
+def _check_folder(folder: Path, root: Path, dry_run: bool) -> None:
+    """Raises: CaseError if the files cannot be written below the current folder."""
+    from moeverify.errors import CaseError, Problem
+    from moeverify.report.files import check_places
+    from moeverify.verification.controller.init_files import list_folders
+
+    if folder.is_absolute() or ".." in folder.parts:
+        message = f"{folder} is not below the current folder"
+        raise CaseError([Problem(message, path="--folder", remedy="name a folder such as verify")])
+    if not dry_run:
+        check_places(*list_folders(root, folder))
 
 
 def _render_model(model: TriedModel, context: CommandContext) -> None:

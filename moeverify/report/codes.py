@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from moeverify.cases.suggest import suggest
+from moeverify.errors import CaseError, Problem
 from moeverify.results.cause import Cause
 from moeverify.results.culprit import Mechanism
 
@@ -29,6 +31,14 @@ MECHANISMS: Mapping[Mechanism, str] = {
 
 
 _MOST_EXAMPLES = 5
+
+
+def check_code(code: str) -> None:
+    """Raises: CaseError if a text, which is no path of a run, is no code either."""
+    codes = [*map(str, Cause), *MECHANISMS]
+    if code not in codes:
+        remedy = f"{suggest(code, codes)}; or name the output of `moeverify run --out` or `--json`"
+        raise CaseError([Problem(f"there is no run and no code `{code}`", path="RUN|CODE", remedy=remedy)])
 
 
 def describe_code(code: str, list_examples: Callable[[str], Sequence[tuple[str, str]]]) -> str:

@@ -52,6 +52,24 @@ def check_writable(files: Iterable[Path], *folders: Path | None) -> None:
         raise CaseError(problems)
 
 
+def check_places(*folders: Path) -> None:
+    """Check that files can be written in folders, and make none of them.
+
+    Raises: CaseError listing every folder in which none can be written.
+    """
+    problems = []
+    for folder in folders:
+        existing = next(each for each in (folder, *folder.parents) if each.exists())
+        reason = "" if existing.is_dir() else f"{existing} is no folder"
+        if not reason and not os.access(existing, os.W_OK | os.X_OK):
+            reason = f"you may not write to {existing}"
+        if reason:
+            remedy = "name a place that you may write to, or move the file away"
+            problems.append(Problem(f"cannot write {folder}: {reason}", remedy=remedy))
+    if problems:
+        raise CaseError(problems)
+
+
 def _try_file(path: Path) -> Problem | None:
     """Return the problem that prevents writing a file, without touching its content."""
     if path.is_dir():

@@ -72,6 +72,19 @@ def test_a_refusal_is_one_sentence_with_a_remedy(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.py"]
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "theirs.py").write_text("raise SystemExit('it was tried')")
+    (tmp_path / "tests").touch()
+    done = invoke("init", "theirs:Net", "--set", "width=8")
+    assert done.exit_code == 2
+    assert f"cannot write {tmp_path}/tests: {tmp_path}/tests is no folder" in done.stderr
+    assert "tried" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tests", "theirs.py"]
+
+
 @pytest.mark.parametrize("code", [*Cause, *MECHANISMS])
 def test_each_code_has_a_page(code: str, invoke: Invoke) -> None:
     done = invoke("explain", code)
@@ -80,8 +93,12 @@ def test_each_code_has_a_page(code: str, invoke: Invoke) -> None:
     assert len(done.stdout.split()) > 4
 
 
-def test_an_unknown_code_is_a_missing_run(invoke: Invoke) -> None:
-    assert invoke("explain", "no-such-code").exit_code == 2
+def test_an_unknown_code_gets_the_nearest_one_and_the_way_to_a_run(invoke: Invoke) -> None:
+    done = invoke("explain", "missing-reductoin")
+    assert done.exit_code == 2
+    assert "no run and no code" in done.stderr
+    assert "`missing-reduction`" in done.stderr
+    assert "--out" in done.stderr
 
 
 def test_the_skill_is_printed_as_it_is(invoke: Invoke) -> None:

@@ -49,7 +49,7 @@ def find_kind(folder: Path) -> Kind:
     Raises: FormatError when the folder or its weights are missing, or the format is unknown.
     """
     if not folder.is_dir():
-        raise FormatError(f"{folder}: there is no such folder")
+        raise FormatError(f"{folder}: there is no such folder; name one with weights of Hugging Face or DCP")
     if (folder / METADATA).exists():
         return "dcp"
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):

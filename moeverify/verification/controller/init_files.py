@@ -43,6 +43,11 @@ class Candidate:
     layout: Mapping[str, Any]
 
 
+def list_folders(root: Path, folder: Path) -> list[Path]:
+    """Return the folders of the files that `list_files` yields."""
+    return [root / folder / "recipes", root / "tests", root / ".github" / "workflows"]
+
+
 def mark(text: str) -> str:
     """Return a text below a first line with its hash."""
     return f"# Written by moeverify init {_hash(text)}. Once edited, it is not overwritten.\n{text}"

@@ -24,8 +24,8 @@ GOOD = "recipe: {model: {preset: stress}}\n"
         ),
         ("recipe\n", 1, "", "expected a mapping of fields, got a single value", "write `name: value` lines"),
         ("recipe:\n\tmodel: 1\n", 2, "", "a tab cannot indent YAML", "use spaces"),
-        ("recipe: [1\nlayout: 2\n", 2, "", "broken YAML: expected ',' or ']'", ""),
-        ("recipe: {a: 1\n", 2, "", "the text ends too early", ""),
+        ("recipe: [1\nlayout: 2\n", 2, "", "broken YAML: expected ',' or ']'", "write `name: value`"),
+        ("recipe: {a: 1\n", 2, "", "the text ends too early", "close every bracket"),
         ("description: a: b\n", 1, "", "a second `:` in one value", "put the value in quotes"),
         (GOOD + "---\n" + GOOD, 2, "", "a second document begins here", "write one case a file"),
         ("recipe: *there\n", 1, "", "found undefined alias 'there'", ""),
@@ -89,7 +89,15 @@ def test_missing_file_names_the_nearest(write, find_problems, tmp_path: Path):
 def test_unrelated_file_is_not_suggested(write, find_problems, tmp_path: Path):
     write("fsdp2.yaml", GOOD)
     [problem] = find_problems(tmp_path / "qqq.yaml")
-    assert problem.remedy == ""
+    assert "did you mean" not in problem.remedy
+    assert "path" in problem.remedy
+
+
+def test_a_program_is_refused_with_the_commands_for_it(write, find_problems):
+    [problem] = find_problems(write("train.py", "import torch\n"))
+    assert "is a program" in problem.message
+    assert "moeverify init" in problem.remedy
+    assert "moeverify watch" in problem.remedy
 
 
 def test_folder_without_cases(find_problems, tmp_path: Path):
