@@ -9,6 +9,7 @@ from moeverify.report.failed_ranks import find_reason
 from moeverify.report.next_steps import Kept, advise
 from moeverify.report.sorting import count_verdicts
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
+from moeverify.report.words.culprit import describe_relation
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
 from moeverify.results.culprit import Culprit
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
@@ -25,8 +26,9 @@ class _Limits:
     characters: int
 
 
-# From much to little: the first that fits is taken.
+# From much to little: the first that fits is taken. The first is for one finding alone.
 _LIMITS = (
+    _Limits(1, 1, 8, 16, 1000),
     _Limits(8, 3, 4, 8, 500),
     _Limits(4, 2, 3, 6, 400),
     _Limits(3, 1, 3, 6, 300),
@@ -38,7 +40,8 @@ _LIMITS = (
 def format_brief(run: RunResult, kept: Kept, only: Numbered | None = None) -> str:
     """Return a run, or the finding `only`, as JSON of less than 4 kB; `kept` is where the run is stored."""
     texts = (
-        _make_brief(run, kept, only, limits).model_dump_json(exclude_defaults=True) for limits in _LIMITS
+        _make_brief(run, kept, only, limits).model_dump_json(exclude_defaults=True)
+        for limits in _LIMITS[only is None :]
     )
     text = next((text for text in texts if len(text.encode()) < MOST_BYTES), "")
     # Only commands with very long options are left to cut.
@@ -108,20 +111,33 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
 
 
 def list_lines(culprit: Culprit | None) -> list[str]:
-    """Return `file:line: code` of the first wrong operation, its counterpart, and the lines to look at.
+    """Return `file:line: code (relation)` of the first wrong operation and of the lines to look at.
 
-    If only a wrong input is known, its maker comes first. The lines to look at are the moves of a wrong operand,
-    its origins, each with the line that calls its function, and the lines between or around.
+    The first line has no relation to be named: it is the operation, or the maker of its wrong input if only that is
+    known. Then come its counterpart, the moves of a wrong operand, its origins, each with the line that calls its
+    function, and the lines between or around.
     """
     if culprit is None:
         return []
-    brought = (culprit.here, culprit.made) if culprit.names_cause else (culprit.made, culprit.here)
-    first = [each for each in (*brought, culprit.there) if each is not None]
-    own = [operation.line for operation in (*first, *culprit.moves)]
-    origins = [line for each in culprit.origins for line in (each.line, each.caller)]
-    others = [each.line for each in (*culprit.others, *culprit.between)]
-    lines = [each for each in (*own, *origins, *others) if each is not None]
-    return list(dict.fromkeys(f"{line.file}:{line.line}: {line.expression}".rstrip(": ") for line in lines))
+    here, made = (culprit.here, ""), (culprit.made, "makes its operand")
+    if not culprit.names_cause and culprit.made is not None:
+        here, made = (culprit.here, "takes it"), (culprit.made, "")
+    operations = [
+        *((here, made) if culprit.names_cause else (made, here)),
+        (culprit.there, "the counterpart on one device"),
+        *((each, "moves its operand") for each in culprit.moves),
+    ]
+    lines = [(each.line, relation) for each, relation in operations if each is not None]
+    for origin in culprit.origins:
+        lines += [(origin.line, describe_relation(origin)), (origin.caller, "calls that function")]
+    lines += [(each.line, "has the same mistake") for each in culprit.others]
+    lines += [(each.line, "lies between right inputs and it") for each in culprit.between]
+    shown: dict[str, str] = {}
+    for line, relation in lines:
+        if line is not None:
+            text = f"{line.file}:{line.line}: {line.expression}"
+            shown.setdefault(text, f"{text} ({relation})" if relation else text.rstrip(": "))
+    return list(shown.values())
 
 
 def _cut(text: str, limits: _Limits) -> str:

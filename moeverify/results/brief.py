@@ -21,7 +21,8 @@ class BriefFinding(Record):
     `code` is the code of its cause and `mechanism` that of its culprit; `moeverify explain CODE` describes
     both. With `proved`, a repair of the first of `lines` made the results right. `lines` are those of the first
     wrong operation, or of the maker of its wrong input, then of its counterpart on one device, then moves of a
-    wrong operand, lines to look at with their callers, and others with the same mistake.
+    wrong operand, lines to look at with their callers, and others with the same mistake; each but the first ends
+    with its relation to the first in parentheses.
     """
 
     number: int

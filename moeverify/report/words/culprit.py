@@ -130,9 +130,14 @@ def list_origins(culprit: Culprit) -> list[str]:
     return [
         f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
         + (f", called from {_name_line(each.caller)}" if each.caller is not None else "")
-        + f": {_ORIGINS[each.kind]}{_compare_values(each)}"
+        + f": {describe_relation(each)}"
         for each in culprit.origins
     ]
+
+
+def describe_relation(origin: Origin) -> str:
+    """Return the relation of a line to the wrong result that may come from it, with the values that it defines."""
+    return _ORIGINS[origin.kind] + _compare_values(origin)
 
 
 def _compare_values(origin: Origin) -> str:

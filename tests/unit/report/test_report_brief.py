@@ -91,9 +91,15 @@ def test_lines_lead_from_the_operation_to_the_producer_of_its_operand_and_to_its
         origins=(Origin(kind="definition", line=at(7)), Origin(kind="missing", line=at(8), caller=at(9))),
         ranks=(0,),
     )
-    assert list_lines(culprit) == [f"net/a.py:{number}" for number in (1, 2, 3, 4, 7, 8, 9, 5)]
+    assert [line.split(": ")[0] for line in list_lines(culprit)] == [
+        f"net/a.py:{number}" for number in (1, 2, 3, 4, 7, 8, 9, 5)
+    ]
+    assert list_lines(culprit)[0] == "net/a.py:1"
+    assert list_lines(culprit)[4] == "net/a.py:7:  (defines a value that the operation takes)"
+    assert list_lines(culprit)[6] == "net/a.py:9:  (calls that function)"
     wrong_input = culprit.model_copy(update={"there": make(1)})
-    assert list_lines(wrong_input)[:3] == ["net/a.py:2", "net/a.py:1", "net/a.py:4"]
+    assert list_lines(wrong_input)[0] == "net/a.py:2"
+    assert list_lines(wrong_input)[1:3] == ["net/a.py:1:  (takes it)", "net/a.py:4:  (moves its operand)"]
 
 
 def test_one_finding_can_be_asked_for() -> None:
