@@ -28,13 +28,14 @@ from moeverify.report.sorting import count_tensors, count_verdicts, find_worst_c
 from moeverify.results.finding import MAX_CONCLUSIVE, Finding
 from moeverify.results.run import CaseResult, RunResult
 
-# Limits on the page size of large runs; the JSON contains everything.
+# Limits that keep the page of 100 failed cases below 2 MB; the JSON contains everything.
 _MOST_STATIC_CASES = 300
 _MOST_FAILURES = 20
 _MOST_SECTIONS = 60
 _MOST_PICTURED = 5  # cases: the pictures of one take about a second and 200 kB
-_MOST_ORIGINS = 20
-_MOST_ROWS = 2000  # findings per case
+_MOST_ORIGINS = 100  # findings shown in full, in all sections together, at most _MOST_OF_CASE each
+_MOST_OF_CASE = 20
+_MOST_ROWS = 1000  # findings shown as rows, in all sections together
 
 
 def write(run: RunResult, path: Path) -> None:
@@ -108,6 +109,7 @@ def _make_entries(run: RunResult, operators: Mapping[str, str], kept: Kept) -> l
     # If there are many cases, the passed ones are covered by their rows.
     with_section = set(positions[:_MOST_SECTIONS])
     pictured = set(positions[:_MOST_PICTURED])
+    num_failed = max(1, sum(run.cases[at].has_failed for at in with_section))
     return [
         _Entry(
             case,
@@ -115,6 +117,8 @@ def _make_entries(run: RunResult, operators: Mapping[str, str], kept: Kept) -> l
             is_pictured=at in pictured,
             command=run.command,
             number=numbers.get(id(case), 1),
+            most_origins=min(_MOST_OF_CASE, max(1, _MOST_ORIGINS // num_failed)),
+            most_rows=_MOST_ROWS // num_failed,
             operators=quote(operators.get(case.name, "")),
             kept=kept,
         )
@@ -134,6 +138,8 @@ class _Entry:
     is_pictured: bool
     command: str
     number: int
+    most_origins: int
+    most_rows: int
     operators: str = ""
     kept: Kept = NOT_KEPT
 
@@ -156,12 +162,12 @@ class _Entry:
     @cached_property
     def origins(self) -> list[Finding]:
         """Return the findings shown in full: the first ones that follow from no other."""
-        return [finding for finding in self.findings if not finding.follows][:_MOST_ORIGINS]
+        return [finding for finding in self.findings if not finding.follows][: self.most_origins]
 
     @cached_property
     def others(self) -> list[Finding]:
         """Return the findings shown as one row each."""
-        return self._rest[:_MOST_ROWS]
+        return self._rest[: self.most_rows]
 
     @property
     def num_left_out(self) -> int:

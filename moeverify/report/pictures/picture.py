@@ -136,11 +136,12 @@ def format_svg(picture: Picture, name: str) -> str:
         root.insert(position, element)
     ET.register_namespace("", _SVG)
     ET.register_namespace("xlink", _XLINK)
-    return _name_ids(_name_colors(ET.tostring(root, encoding="unicode")), name)
+    text = re.sub(r">\s+<", "><", ET.tostring(root, encoding="unicode"))
+    return _name_ids(_name_colors(text), name)
 
 
 def _name_colors(text: str) -> str:
-    """Return an SVG with the page's colour variables in its styles, and rounded coordinates."""
+    """Return an SVG with the page's colour variables in its styles, without fonts, and with rounded coordinates."""
     names = {value: name for name, value in COLORS.items()}
     styles = re.compile(r'(?<= style=")[^"]*')
 
@@ -148,7 +149,7 @@ def _name_colors(text: str) -> str:
         return re.sub(
             r"#[0-9a-f]{6}",
             lambda color: f"var(--{names[color[0]]})" if color[0] in names else color[0],
-            match[0],
+            re.sub(r" ?font-family: [^;]*;", "", match[0]),
         )
 
     def shorten(match: re.Match[str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from report_cases import make_failing
 
 from moeverify.errors import CaseError, FormatError
 from moeverify.report.failure import describe_failure, name_failure
@@ -27,7 +28,7 @@ from moeverify.report.formats.junit import format_junit
 from moeverify.report.formats.registry import FORMATS, write_run
 from moeverify.results.failure import EndKind, RankEnd, Waiting
 from moeverify.results.load import ExpertLoad
-from moeverify.results.run import SCHEMA_VERSION, RankReport
+from moeverify.results.run import SCHEMA_VERSION, RankReport, RunResult
 from moeverify.results.trace import CollectiveRecord
 from moeverify.tools.placement.trace_file import read_trace
 
@@ -352,10 +353,18 @@ def test_page_escapes_what_ranks_say(make_run: Any, make_case: Any, make_finding
 
 
 def test_page_bounds_many_findings(make_run: Any, make_case: Any, make_finding: Any) -> None:
-    findings = [make_finding(tensor=f"t{i}", follows="t" * (i > 0)) for i in range(2006)]
+    findings = [make_finding(tensor=f"t{i}", follows="t" * (i > 0)) for i in range(1006)]
     text = format_page(make_run(make_case("a", "mismatch", findings=findings)))
-    assert "2000 findings that follow from these" in text
+    assert "1000 findings that follow from these" in text
     assert "and 5 more findings" in text
+
+
+def test_a_page_of_100_failed_cases_has_less_than_2_mb() -> None:
+    cases = tuple(make_failing(extra=900).model_copy(update={"name": f"case-{at}"}) for at in range(100))
+    text = format_page(RunResult(verdict="mismatch", environment={}, cases=cases))
+    assert len(text.encode()) < 2_000_000
+    assert text.count('class="finding"') == text.count('<section class="case"') == 60
+    assert "and 902 more findings" in text
 
 
 LOAD = ExpertLoad(layers=(1, 3), num_experts=2, num_sources=2, top_k=1, copies=((((5, 0), (1, 7)),) * 2,) * 3)
