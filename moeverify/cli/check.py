@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
@@ -11,17 +13,23 @@ from moeverify.cli.options import with_groups
 def check(*, selection: CaseSelection) -> None:
     """Validate cases without running them.
 
-    Prints one line a case, or all problems.
+    Prints one line a case, or all problems. The functions that cases name must exist; they are not imported.
     """
     with open_context() as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.cases.describe import describe_recipe
+        from moeverify.errors import CaseError
         from moeverify.report.case_list import CaseLine, render_catalog
+        from moeverify.verification.controller.search_path import examine_functions
 
+        cases = selection.load()
+        problems = [replace(each, file=case.file) for case in cases for each in examine_functions(case)]
+        if problems:
+            raise CaseError(problems)
         lines = [
             CaseLine(
                 case.name, case.layout.world_size, describe_layout(case.layout), describe_recipe(case.recipe)
             )
-            for case in selection.load()
+            for case in cases
         ]
         render_catalog(lines, context.out)

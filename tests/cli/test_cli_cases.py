@@ -151,3 +151,19 @@ def test_no_module_of_report_loads_torch() -> None:
     )
     done = run_alone(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_check_names_a_function_that_is_missing_and_imports_none(invoke: Any, tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("def make(): ...\nraise SystemExit('it was imported')\n")
+    case = tmp_path / "case.yaml"
+    for name in ("make", "makes"):
+        model = f"{{factory: 'theirs:{name}', vocab_size: 16}}"
+        case.write_text(
+            f"recipe: {{model: {model}, data: {{batch: 4, seq_len: 8}}}}\nlayout: {{dp_replicate: 2}}\n"
+        )
+        done = invoke("check", case)
+        if name == "make":
+            assert done.exit_code == 0
+    assert done.exit_code == 2
+    assert f"{case}: recipe.model.factory: `theirs` ({tmp_path}/theirs.py) has no `makes`" in done.stderr
+    assert "did you mean `make`?" in done.stderr

@@ -28,6 +28,7 @@ FORMATS = (
     Format("plots", "Write the pictures of the page as PNG files.", is_folder=True),
     Format("markdown", "Write a summary in Markdown."),
     Format("csv", "Write a table with a row for each check of each case."),
+    Format("perfetto", "Write the collectives of failed cases by rank, for ui.perfetto.dev."),
     Format("trace", "Write the load of the experts of one case, for `moeverify place`."),
 )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from moeverify.cases.function import examine_function
 from moeverify.cases.schema import Case
+from moeverify.errors import Problem
 
 
 def search_path(case: Case) -> list[str]:
@@ -17,6 +20,18 @@ def search_path(case: Case) -> list[str]:
     if case.file:
         folders.insert(0, find_package_parent(Path(case.file)))
     return list(dict.fromkeys(map(str, folders)))
+
+
+def examine_functions(case: Case) -> Iterator[Problem]:
+    """Yield a problem for each function that a case names and Python would not find, without importing it."""
+    folders = search_path(case)
+    for path, target in {
+        **case.recipe.functions,
+        "layout.parallelize": case.layout.parallelize or "",
+    }.items():
+        problem = examine_function(target, folders, path) if target else None
+        if problem is not None:
+            yield problem
 
 
 def find_package_parent(file: Path) -> Path:

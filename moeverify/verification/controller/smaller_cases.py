@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moeverify.cases.function import examine_function
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, MachineError, Problem
@@ -23,7 +22,7 @@ from moeverify.verification.controller.judgement import JudgementCache, judge
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.reductions import Reducible, Values, format_values, list_reducible
 from moeverify.verification.controller.run import OnEvent, run_cases
-from moeverify.verification.controller.search_path import search_path
+from moeverify.verification.controller.search_path import examine_functions, search_path
 
 _NAMES: Any = {"name": True, "file": True, "description": True, "recipe": {"name": True}}
 _REDUNDANT: Any = {**_NAMES, "recipe": {"name": True, "model": {"preset"}}}
@@ -162,13 +161,9 @@ def examine_place(case: Case, out: Path) -> None:
 
     Raises: CaseError if it does not.
     """
-    targets = {**case.recipe.functions, "layout.parallelize": case.layout.parallelize or ""}
-    folders = search_path(case.model_copy(update={"file": str(out)}))
-    for path, target in targets.items():
-        problem = examine_function(target, folders, path) if target else None
-        if problem is not None:
-            remedy = f"write it beside {case.file}, from where Python finds `{target}`"
-            raise CaseError([replace(problem, remedy=remedy)])
+    remedy = f"write it beside {case.file}, from where Python finds its functions"
+    for problem in examine_functions(case.model_copy(update={"file": str(out)})):
+        raise CaseError([replace(problem, remedy=remedy)])
 
 
 def write_case(case: Case, name: str, comments: Sequence[str]) -> str:
