@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from email.message import Message
 from email.parser import Parser
 from pathlib import Path
@@ -100,3 +102,24 @@ def test_an_installed_wheel_brings_its_examples(wheels: dict[str, tuple[Path, Pa
     assert "pp-zbv" not in listed
     chosen = run_python("-m", "moeverify", "check", "--examples", "-k", "zbv", folder=tmp_path, path=site)
     assert "pp-zbv" in chosen
+
+
+def test_a_release_names_its_repository_and_has_no_link_that_leads_nowhere(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+        (tmp_path / "multiprocessing_pdb").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "multiprocessing_pdb" / name, tmp_path / "multiprocessing_pdb")
+    run_python(ROOT / ".ci" / "link", "someone/theirs", "v9.9.9", folder=tmp_path)
+    for folder in (tmp_path, tmp_path / "multiprocessing_pdb"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        assert project["urls"]["Repository"] == "https://github.com/someone/theirs"
+        assert project["optional-dependencies"]
+    text = (tmp_path / "README.md").read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    home = "https://github.com/someone/theirs/blob/v9.9.9/"
+    assert len(links) > 20
+    for link in links:
+        assert link.startswith(("https://", "#"))
+        if link.startswith(home):
+            assert (ROOT / link.removeprefix(home).partition("#")[0]).exists(), link
+    assert sum(link.startswith(home) for link in links) > 20
