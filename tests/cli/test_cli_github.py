@@ -83,6 +83,27 @@ def test_the_action_uses_inputs_and_options_that_there_are(invoke: Any, action: 
     assert rows == list(action["inputs"])
 
 
+def test_the_pipelines_of_the_page_use_options_that_there_are_and_keep_files_that_they_write(
+    invoke: Any,
+) -> None:
+    page = (ROOT / "docs" / "ci.md").read_text()
+    blocks = [YAML(typ="safe").load(text) for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    gitlab = next(block["verify"] for block in blocks if "verify" in block)
+    (buildkite,) = next(block["steps"] for block in blocks if "steps" in block)
+    known = invoke("run", "--help").stdout
+    kept = (
+        gitlab["artifacts"]["paths"] + [gitlab["artifacts"]["reports"]["junit"]],
+        buildkite["artifact_paths"],
+    )
+    for commands, paths in zip((gitlab["script"], buildkite["commands"]), kept, strict=True):
+        (command,) = [line for line in commands if "moeverify run" in line]
+        options = dict(re.findall(r"(--[a-z]+) (\S+)", command))
+        assert all(option in known for option in options)
+        written = {options["--junit"], options["--html"], f"{options['--out']}/result.json"}
+        assert paths
+        assert set(paths) <= {*written, f"{options['--out']}/**/*"}
+
+
 @pytest.mark.parametrize(
     ("code", "verdict"), [(0, "verdict=pass\n"), (1, "verdict=mismatch\n"), (2, ""), (3, "verdict=error\n")]
 )

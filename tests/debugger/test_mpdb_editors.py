@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from debugger_site import PATIENCE, PROGRAMS, poll
@@ -82,11 +83,12 @@ class Editor:
                     return body
             self._receive(deadline)
 
-    def begin(self, breakpoints=()):
+    def begin(self, breakpoints=(), configuration=None):
         """Start a session as editors do, and return (path, line, condition) of each breakpoint."""
-        assert self.request("initialize", adapterID="test")["supportsConfigurationDoneRequest"]
+        configuration = configuration or {"type": "test"}
+        assert self.request("initialize", adapterID=configuration["type"])["supportsConfigurationDoneRequest"]
         self.await_event("initialized")
-        self.request("attach")
+        self.request("attach", **configuration)
         shown = [self.set_breakpoints(path, {line: condition}) for path, line, condition in breakpoints]
         self.request("configurationDone")
         return shown
@@ -164,6 +166,28 @@ def test_an_editor_debugs_two_ranks(site):
         site.await_exit(rank)
     assert "total 2 even" in site.read("rank0")
     assert "total 142 odd" in site.read("rank1")
+
+
+def test_the_configuration_of_the_page_attaches_as_vs_code_does(site):
+    """VS Code sends the entry of launch.json as the arguments of `attach`, to the port of its `debugServer`."""
+    page = (Path(__file__).parents[2] / "docs" / "debugging.md").read_text()
+    configuration = json.loads(re.search(r"```json\n(\{.*?debugServer.*?\})\n```", page, re.DOTALL)[1])
+    assert configuration["request"] == "attach"
+    ranks = site.start_ranks(2, "work.py")
+    site.await_ranks(2)
+    _, port = start_adapter(site)
+    configuration["debugServer"] = port
+    with contextlib.closing(Editor(port)) as editor:
+        line = find_line(WORK, 'print("total"')
+        ((shown,),) = editor.begin([(WORK, line, "")], {**configuration, "__sessionId": "1"})
+        assert shown["verified"]
+        for thread in (1, 2):
+            editor.await_event("stopped", threadId=thread)
+        assert editor.evaluate(2, "value") == "10"
+        editor.request("disconnect")
+    assert site.ask("c") == "ranks 0-1: runs on\n"
+    for rank in ranks:
+        site.await_exit(rank)
 
 
 def test_an_editor_stops_ranks_that_run_and_leaves_them_running(site):
