@@ -20,7 +20,7 @@ from moeverify.report.files import write_atomically
 from moeverify.report.words.cause import describe_cause
 from moeverify.results.cause import Cause
 from moeverify.results.factory import Refused, TriedModel
-from moeverify.results.run import CaseResult, RunResult
+from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.verification.controller.init_files import AXES, Candidate, list_files, name_recipe
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import OnEvent, run_cases
@@ -160,12 +160,24 @@ def try_layouts(
 
     Raises: MachineError when this process is one of several ranks.
     """
+    recipe = name_recipe(model)
+    wanted = {f"{recipe}-{each.name}": each for each in candidates}
+
+    def show(event: Event) -> None:
+        """Show a layout that does not apply as skipped, although its verdict may be a mismatch."""
+        result = event.result if event.kind == "case-end" else None
+        obstacle = Tried(wanted[event.case], result).obstacle if result is not None else ""
+        if result is not None and obstacle:
+            skipped = result.model_copy(update={"verdict": "skipped", "reason": obstacle})
+            event = event.model_copy(update={"result": skipped})
+        on_event(event)
+
     with scratch_folder() as scratch:
         for path, text in list_files(root, folder, model, candidates):
             write_atomically(scratch / path, text)
         cases = load_cases([scratch / folder])
         options = RunOptions(golden_folder=None, explain_seconds=_EXPLAIN_SECONDS, must_decide=True)
-        result = run_cases(cases, options, on_event)
+        result = run_cases(cases, options, show)
     if result is None:
         raise MachineError("`moeverify init` starts its own ranks; run it without torchrun or srun")
     # The files will be elsewhere, and that no golden is recorded for them is no news.
@@ -174,7 +186,6 @@ def try_layouts(
         for case in result.cases
     ]
     results = {case.name: case for case in placed}
-    recipe = name_recipe(model)
-    return [Tried(each, results[f"{recipe}-{each.name}"]) for each in candidates], result.model_copy(
+    return [Tried(each, results[name]) for name, each in wanted.items()], result.model_copy(
         update={"cases": tuple(placed)}
     )
