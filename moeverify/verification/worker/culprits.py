@@ -26,7 +26,7 @@ from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
 from moeverify.results.operation import Unreduced
 from moeverify.results.place import Place
-from moeverify.train.program import Program as Training
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Judgement
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.launch.single_rank_world import single_rank_world
@@ -79,7 +79,7 @@ def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
 
 
 def record_origin(
-    case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
+    case: Case, golden: StoredGolden, assemble: Callable[[], TrainingProgram], step: int
 ) -> Recorded | None:
     """Record the programs of all ranks up to the end of `step`. Return them on rank 0, None on other ranks.
 

@@ -22,7 +22,7 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS, Kind
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.bounds import FLOOR, Bounds, Norms
 from moeverify.verification.checks.golden_tensors import GoldenTensors, find_unit
@@ -74,7 +74,7 @@ class GoldenReference(Watch[None]):
     """
 
     def __init__(
-        self, program: Program, golden: StoredGolden, bounds: Bounds, *, waits: bool = False
+        self, program: TrainingProgram, golden: StoredGolden, bounds: Bounds, *, waits: bool = False
     ) -> None:
         self._program = program
         self._golden = golden

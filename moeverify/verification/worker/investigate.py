@@ -43,7 +43,7 @@ from moeverify.results.timeline import Timeline
 from moeverify.train.data import MicroBatch, Share, make_batch, whole_share
 from moeverify.train.module_taps import Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.verification.checks.base import Judgement, Role
 from moeverify.verification.checks.registry import CHECKS, choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -59,7 +59,7 @@ from moeverify.verification.worker.timeline import (
     note_timeline,
 )
 
-Assemble = Callable[[], Program]
+Assemble = Callable[[], TrainingProgram]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ _KINDS = tuple(
 def _rerun(
     case: Case,
     golden: StoredGolden,
-    program: Program,
+    program: TrainingProgram,
     step: int,
     keys: Sequence[Key],
     trace: CollectiveTrace,
