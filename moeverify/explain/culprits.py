@@ -32,7 +32,7 @@ from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
-from moeverify.results.culprit import Culprit, Operation, Source
+from moeverify.results.culprit import Culprit, Operation, SourceValue
 
 _ADDING = frozenset({"add", "sub", "pow"})
 """Operators that make a multiple by adding values, so that no size of the run explains the factor."""
@@ -357,7 +357,7 @@ class Culprits:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)
 
-    def _source(self, at: At) -> Source | None:
+    def _source(self, at: At) -> SourceValue | None:
         """Return the single-device value that a rank's value equals, or None."""
         known = self._alignment.find(at)
         if known is None or known.ids is None:

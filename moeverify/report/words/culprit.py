@@ -8,7 +8,7 @@ from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, SourceValue
 
 Row = tuple[str, str]
 """A label and a text."""
@@ -227,7 +227,7 @@ def _name_line(line: CodeLine) -> str:
     )
 
 
-def _name_source(source: Source | None) -> str:
+def _name_source(source: SourceValue | None) -> str:
     """Return the origin of a value in words."""
     if source is None:
         return "a value without a counterpart on one device"
