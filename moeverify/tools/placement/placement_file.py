@@ -170,7 +170,7 @@ def _read_matrix(content: Any, path: str, problems: list[Problem]) -> Matrix:
             continue
         problems += [
             Problem(
-                f"expected an expert, got {each!r:.60}", path=f"{path}[{rank}]", remedy="write whole numbers"
+                f"expected an expert, got {each!r:.60}", path=f"{path}[{rank}]", remedy="write integers"
             )
             for each in row
             if not _is_count(each)
