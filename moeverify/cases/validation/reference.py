@@ -17,16 +17,17 @@ from moeverify.cases.validation.choices import CHOICES
 
 _HEAD = """# The fields of a case file
 
-A case file is YAML. `moeverify check` lists all problems of one with file, line, field and remedy. An editor that knows
-JSON schema completes and explains the fields: `moeverify schema > case.schema.json`, and as the first line of the case
+A case file is YAML. `moeverify check` lists all problems of one with file, line, field and remedy. An editor that
+knows JSON schema completes and explains the fields: `moeverify schema > case.schema.json`, and as the first line of
+the case
 
 ```yaml
 # yaml-language-server: $schema=case.schema.json
 ```
 
-If a case has `recipe: NAME`, the fields of the recipe are in `recipes/NAME.yaml` beside the case. `base: NAME`, there or
-in the case, starts from another recipe that the other fields change. A field of the model that its preset sets may be
-changed beside it.
+If a case has `recipe: NAME`, the fields of the recipe are in `recipes/NAME.yaml` beside the case. `base: NAME`,
+there or in the case, starts from another recipe that the other fields change. A field of the model that its preset
+sets may be changed beside it.
 
 This page is made by `moeverify schema --page`.
 """
