@@ -215,8 +215,8 @@ def c09_balance_by_micro_batch_size(patch: Patch) -> None:
     "C11",
     title="the balance loss follows another choice of experts",
     source="NVIDIA/Megatron-LM !3279 (cfe7b066c0)",
-    mechanism="expert fractions come from one of two choices: the plain top-k of the scores, or what groups "
-    "and bias leave",
+    mechanism="expert fractions come from one of two choices: the plain top-k of the scores, or the top-k after "
+    "groups and bias",
     trigger="groups or a selection bias",
     case=make_case("c11", dp_shard=2),
     where=(At(term="balance"), At(name="balance"), At(name="_balance")),
