@@ -24,7 +24,7 @@ from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.compare.comparison import Comparison
-from moeverify.verification.compare.difference import Difference
+from moeverify.verification.compare.difference import TensorDifference
 from moeverify.verification.golden.noise import (
     EPSILON,
     FREE_KEY,
@@ -245,7 +245,7 @@ def measure_noise(
             replay_routing=replays_routing(recipe),
             forced=forced,
         )
-    totals: dict[str, tuple[str, Difference]] = {}
+    totals: dict[str, tuple[str, TensorDifference]] = {}
     for entry in comparison.entries():
         if entry.step == INITIAL:
             continue
