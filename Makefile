@@ -10,7 +10,13 @@ TRITON ?= 3.9.0
 MEGABLOCKS ?= yes
 # Of the tests: one more than two cores have, since many a test waits.
 WORKERS ?= 3
-TESTS ?= tests cases
+# Cases among the tests: they use every recipe and every choice of a layout that some case uses. `make verify` runs all.
+TESTED := fsdp-pp-cp fsdp-tp-ep fsdp-tp-ep-pp hsdp-cp-ep cp-ring cp-torch deepseek-v2-lite-tp deepseek-v3-cp-alltoall \
+	ep-etp ep2-exchange ep2-graphs ep2-joined ep2-rebalance float8-fsdp2-ep float8-mixed-fsdp2 \
+	fp32-pp fsdp1-grad-op fsdp2-reshard fused-attention gpt-ddp megablocks-ddp megablocks-fp32 \
+	megablocks-local-balance megablocks-own-losses mixed-fsdp2-adamw mixed-fsdp2-ep mixtral-ep olmoe-tp \
+	pp-tied-interleaved pp-tied-zbv pp-tied-zero-bubble tp-odd-vocabulary
+TESTS ?= tests $(TESTED:%=cases/%.yaml)
 
 # Python then compiles this package once, and not in each of the thousand processes that the tests start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -18,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: verify verify-bf16 test test-fast lint docs golden samples stacks found hooks megablocks try-megablocks clean
+.PHONY: verify verify-bf16 test test-fast lint docs golden samples stacks found faults hooks megablocks try-megablocks clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL: # each set of packages goes into the same virtual environment
 
@@ -28,8 +34,8 @@ verify: $(VENV)/installed try-megablocks ## Verify all cases
 verify-bf16: $(VENV)/installed try-megablocks ## Verify all cases in bfloat16, and print what each one decides
 	$(BIN)/moeverify run $(CASES) --set recipe.precision=bfloat16 --allow-undecided
 
-test: $(VENV)/installed-test try-megablocks ## Run the tests, and the cases as tests
-	$(BIN)/python -m pytest $(TESTS) -n $(WORKERS) --dist loadfile --durations 12
+test: $(VENV)/installed-test try-megablocks ## Run the tests, and some of the cases as tests
+	$(BIN)/python -m pytest $(TESTS) $(TEST_OPTIONS) -n $(WORKERS) --dist loadfile --durations 12
 
 test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
 	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'
@@ -44,6 +50,10 @@ lint: $(VENV)/installed-lint ## Check style, spelling, types, the rules of the h
 
 docs: $(VENV)/installed-lint ## Build the docs as a site in build/site; any broken link fails
 	$(BIN)/mkdocs build
+
+faults: $(VENV)/installed-test try-megablocks ## Inject every known bug in float64, and run the clean matrix: about 25 minutes
+	$(BIN)/moeverify faults run
+	$(BIN)/moeverify faults clean
 
 hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files in every commit from now on
 	$(BIN)/pre-commit install

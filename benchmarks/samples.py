@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -31,7 +32,8 @@ BLOCK = re.compile(r"^<!-- sample: ([\w-]+) -->\n(.*?)^<!-- end of sample -->$",
 PYTHON = [sys.executable]
 WIDTH = 128  # of a line in a block: a table of cases is not truncated
 MOST_WORDS = 12
-MANY = 3  # commands that share an option which is described once
+DEEPEST_KEYS = 2
+MANY = 2  # commands that share an option which is described once
 COLUMNS = ["Option", "Meaning"]
 
 Pattern = str | EllipsisType
@@ -170,12 +172,6 @@ def own_gpt_wrong() -> str:
     return block(cut(run(command), "my-gpt-tp  MISMATCH", LAST), command)
 
 
-def own_moe_wrong() -> str:
-    """Return the example of expert gradients that are sums while others are averages."""
-    command = "moeverify run examples/my_moe/ep.yaml --set layout.parallelize=my_moe.wrong:parallelize"
-    return block(cut(run(command), "my-moe-ep  MISMATCH", LAST), command)
-
-
 def precision() -> str:
     """Return the example of a mixed-precision policy that covers only a part of the model."""
     command = f"moeverify run cases/mixed-fsdp2.yaml --fault {target_of('M05')}"
@@ -229,13 +225,15 @@ def commands() -> str:
     rows = {name: _describe_all(command) for name, command in listed}
     count = collections.Counter(tuple(row) for own in rows.values() for row in own)
     shared = {row for row, times in count.items() if times >= MANY and times == _most(count, row[0])}
+    listed_once = [list(row) for row in count if row in shared]
     parts = [
         "### Shared options",
-        table([list(row) for row in count if row in shared], COLUMNS),
+        "A command lists those that it takes; `A` to `B` are all rows from A to B.",
+        table(listed_once, COLUMNS),
     ]
     for name, command in listed:
         usage = " ".join(
-            f"{parameter.metavar}..." if parameter.nargs == -1 else str(parameter.metavar)
+            f"{parameter.metavar.removesuffix('...')}..." if parameter.nargs == -1 else str(parameter.metavar)
             for parameter in command.params
             if not parameter.opts[0].startswith("-")
         )
@@ -243,10 +241,19 @@ def commands() -> str:
         own = [row for row in rows[name] if tuple(row) not in shared]
         if own:
             parts.append(table(own, COLUMNS))
-        others = [f"`{re.split('[` ]', row[0])[1]}`" for row in rows[name] if tuple(row) in shared]
-        if others:
-            parts.append(f"Shared: {', '.join(others)}.")
+        others = [row in rows[name] for row in listed_once]
+        if any(others):
+            parts.append(f"Shared: {', '.join(_join_ranges(listed_once, others))}.")
     return "\n\n".join(parts)
+
+
+def _join_ranges(listed: list[list[str]], taken: list[bool]) -> Iterator[str]:
+    """Yield the options that a command takes of a list, three or more in a row as the first `to` the last."""
+    names = [f"`{re.split('[` ]', row[0])[1]}`" for row in listed]
+    for is_taken, group in itertools.groupby(zip(names, taken, strict=True), key=lambda pair: pair[1]):
+        found = [name for name, _ in group]
+        if is_taken:
+            yield from found if len(found) < 3 else [f"{found[0]} to {found[-1]}"]
 
 
 def _most(count: collections.Counter[tuple[str, ...]], spelled: str) -> int:
@@ -279,7 +286,7 @@ def _describe(parameter: Any) -> list[str]:
     meaning = " ".join((parameter.help or "").split())
     if parameter.required and is_option:
         meaning += " Required."
-    elif default not in (None, False, ()) and not parameter.is_flag:
+    elif default not in (None, False, (), "") and not parameter.is_flag:
         meaning += f" Default: `{getattr(default, 'value', default)}`."
     return [spelled, meaning.strip()]
 
@@ -307,24 +314,27 @@ def floors() -> str:
 
 
 def json_keys() -> str:
-    """Return the keys of `--json` from the models of results, each model once."""
+    """Return the keys of `--json` from the models of results. Deeper ones are in `moeverify schema --results`."""
     from moeverify.results.run import RunResult
 
-    lines: list[str] = []
-    _list_keys(RunResult, "", lines, set())
-    return block(lines)
+    return block(list(_list_keys(RunResult, 0)))
 
 
-def _list_keys(model: Any, indent: str, lines: list[str], listed: set[Any]) -> None:
-    listed.add(model)
+def _list_keys(model: Any, depth: int) -> Iterator[str]:
     for name, field in model.model_fields.items():
         inner = _find_models(field.annotation)
         many = "[]" if inner and "tuple[" in str(field.annotation) else ""
-        kinds = f"    one of {len(inner)} kinds" if len(inner) > 1 else ""
-        again = f"    {inner[0].__name__}, as above" if len(inner) == 1 and inner[0] in listed else ""
-        lines.append(f"{indent}{field.serialization_alias or name}{many}{kinds}{again}")
-        if len(inner) == 1 and not again:
-            _list_keys(inner[0], f"{indent} ", lines, listed)
+        is_shown = len(inner) == 1 and depth < DEEPEST_KEYS
+        kind = (
+            ""
+            if is_shown or not inner
+            else f"    one of {len(inner)} kinds"
+            if inner[1:]
+            else f"    {inner[0].__name__}"
+        )
+        yield f"{' ' * depth}{field.serialization_alias or name}{many}{kind}"
+        if is_shown:
+            yield from _list_keys(inner[0], depth + 1)
 
 
 def _find_models(annotation: Any) -> list[Any]:
@@ -338,12 +348,6 @@ def comm_uneven() -> str:
     """Return the example of an uneven exchange with its backward."""
     file = "examples/collectives/uneven.yaml"
     command = f"moeverify comm all_to_all --ranks 4 --splits {file} --backward"
-    return block(run(f"{command} --device cpu").splitlines(), command)
-
-
-def comm_gather() -> str:
-    """Return the example of a gather, whose backward is a sum."""
-    command = "moeverify comm all_gather --ranks 3 --backward"
     return block(run(f"{command} --device cpu").splitlines(), command)
 
 
@@ -368,12 +372,10 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "explain": explain,
     "own-models": own_models,
     "own-gpt-wrong": own_gpt_wrong,
-    "own-moe-wrong": own_moe_wrong,
     "precision": precision,
     "own-fault": own_fault,
     "own-fault-misspelled": own_fault_misspelled,
     "comm-uneven": comm_uneven,
-    "comm-gather": comm_gather,
     "route": route,
     "bound": bound,
 }

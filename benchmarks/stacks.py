@@ -311,15 +311,16 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "",
         "## Ready-made adapters",
         "",
-        "| Case | Release | Tensors | Verdict |",
-        "|---|---|---|---|",
+        "| Release | Cases, with the number of compared tensors | Verdict |",
+        "|---|---|---|",
     ]
+    rows = {}
     for case in examples:
         verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
         framework = FRAMEWORKS[Path(case["file"]).parent.name]
         release = f"{framework} {case['versions'][framework]}"
-        cells = (case["name"], release, count_tensors(case), verdict)
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        rows.setdefault((release, verdict), []).append(f"{case['name']} {count_tensors(case)}")
+    lines += [f"| {release} | {', '.join(cases)} | {verdict} |" for (release, verdict), cases in rows.items()]
     lines += ["", "## Families of transformers", ""]
     lines += describe_sweep(sweep, modes, KNOWN)
     if narrow:

@@ -50,7 +50,7 @@ class Expectation:
 
     @property
     def least(self) -> int | None:
-        """Return the least value of a whole number, or None if the field is none or has no least value."""
+        """Return the least value of an integer, or None if the field is none or has no least value."""
         kinds = [self._schema, *self._schema.get("anyOf", ())]
         return next(
             (each["minimum"] for each in kinds if each.get("type") == "integer" and "minimum" in each), None
@@ -123,7 +123,7 @@ def describe(schema: Mapping[str, Any]) -> str:
         return " or ".join(describe(option) for option in schema["anyOf"])
     kind = str(schema.get("type"))
     if kind in {"integer", "number"}:
-        return ("a whole number" if kind == "integer" else "a number") + _describe_range(schema)
+        return ("an integer" if kind == "integer" else "a number") + _describe_range(schema)
     if kind == "array":
         return _describe_list(schema)
     if "pattern" in schema:
@@ -142,10 +142,10 @@ def _describe_list(schema: Mapping[str, Any]) -> str:
 def _describe_range(schema: Mapping[str, Any]) -> str:
     low, high, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
     if above is not None:
-        return f" above {above:g}" + (f" and at most {high:g}" if high is not None else "")
+        return f" > {above:g}" + (f" and <= {high:g}" if high is not None else "")
     if low is not None and high is not None:
         return f" from {low:g} to {high:g}"
-    return f" of at least {low:g}" if low is not None else ""
+    return f" >= {low:g}" if low is not None else ""
 
 
 def _invent(schema: Mapping[str, Any]) -> Any:

@@ -356,7 +356,7 @@ class Layout(Section):
     )
     pp: Degree = Field(default=1, description="ranks over which the layers are split (pipeline parallelism)")
     data_parallel: DataParallel = Field(default="fsdp2", description="implementation of data parallelism")
-    fsdp1_strategy: Fsdp1Strategy = Field(default="full_shard", description="what FSDP1 shards")
+    fsdp1_strategy: Fsdp1Strategy = Field(default="full_shard", description="the state that FSDP1 shards")
     reshard: Reshard = Field(
         default="forward", description="when FSDP2 frees the parameters that it has gathered"
     )

@@ -27,6 +27,35 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 
 COMMANDS = tuple(name for names in SECTIONS.values() for name in names)
 
+EXAMPLES: Mapping[str, str] = {
+    "init": "init my_gpt.model:make",
+    "run": "run cases/fsdp2-ep2.yaml --html report.html",
+    "shrink": "shrink cases/tp.yaml --fault my_faults:forget_norms",
+    "bisect": "bisect v1.0..HEAD -- verify/tp.yaml",
+    "reshard": "reshard cases/fsdp2.yaml cases/tp.yaml",
+    "check": "check cases",
+    "schema": "schema > case.schema.json",
+    "golden": "golden cases --check",
+    "report": "report runs/ep2 --html report.html",
+    "explain": "explain runs/ep2 1",
+    "operators": "operators runs/ep2 --html operators.html",
+    "diff": "diff runs/before runs/after",
+    "history": "history runs",
+    "watch": "watch --out runs/ep2 -- torchrun --nproc-per-node 2 train.py",
+    "compare": "compare runs/one runs/ep2",
+    "mesh": "mesh cases/hsdp-cp-ep.yaml --ranks-per-node 4",
+    "place": "place load.trace --ranks 8 --slots 9",
+    "comm": "comm all_to_all --ranks 4 --backward",
+    "route": "route cases/ep2.yaml --tokens 8",
+    "bench": "bench cases/ep2.yaml --sweep layout.micro_batches=1,2",
+    "convert": "convert Mixtral-8x7B weights --to dcp",
+    "doctor": "doctor",
+    "faults": "faults run A05",
+    "serve": "serve --idle 3600",
+    "skill": "skill > SKILL.md",
+}
+"""One command line for the `--help` of each command."""
+
 
 class _Sections(TyperGroup):
     """The commands of `--help` by section."""
@@ -56,12 +85,14 @@ def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     app.callback()(_main)
     for name in commands:
         command = getattr(importlib.import_module(f"moeverify.cli.{name}"), name)
+        example = f"\b\nExample: moeverify {EXAMPLES[name]}"
         if isinstance(command, typer.Typer):
             for each in command.registered_commands:
                 each.cls = BoundedCommand
-            app.add_typer(command, name=name)
+            app.add_typer(command, name=name, epilog=example)
         else:
-            app.command(cls=BoundedCommand, epilog=_list_checks() if name == "check" else None)(command)
+            epilog = f"{example}\n\n{_list_checks()}" if name == "check" else example
+            app.command(cls=BoundedCommand, epilog=epilog)(command)
     return app
 
 

@@ -48,7 +48,7 @@ def find_problem(value: Any) -> str:
         is_fine = math.isfinite(value) and abs(value) <= _MOST_NUMBER
         return "" if is_fine else f"{value} is not a number from -{_MOST_NUMBER:g} to {_MOST_NUMBER:g}"
     if isinstance(value, int):
-        return "" if abs(value) <= _MOST_INTEGER else "a whole number beyond 64 bits"
+        return "" if abs(value) <= _MOST_INTEGER else "an integer beyond 64 bits"
     return _find_problem_of_text(value) if isinstance(value, str | Path) else ""
 
 

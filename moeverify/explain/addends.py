@@ -16,7 +16,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import list_rows
 from moeverify.explain.joint import At, Changes, Joint
@@ -51,7 +51,7 @@ class Addends:
     def __init__(self, joint: Joint, one: Program) -> None:
         self._joint, self._one = joint, one
 
-    def explain(self, target: Target) -> Cause | None:
+    def explain(self, target: Target) -> OperatorCause | None:
         """Return the cause of a wrong gradient if it is a wrong sum of right parts, else None."""
         number = self._one.marks[target.mark][-1].value
         right = None if number is None else self._one.values[number].data
@@ -112,7 +112,7 @@ class Addends:
 
     def _make_cause(
         self, target: Target, own: Sequence[At], shown: _Regions, sums: tuple[SumPart, ...]
-    ) -> Cause:
+    ) -> OperatorCause:
         """Return the cause: the collectives that take the parts, or else the last writers of the gradient."""
         joint = self._joint
         ends = [
@@ -126,7 +126,7 @@ class Addends:
         met = [op for op in met if math.prod(joint.value((op[0], joint.op(op).results[0])).shape) >= size]
         last = {op[0]: op for op in met or [op for op in stretch if joint.op(op).written]}
         ops = [last.get(at[0], joint.maker(at)) for at in {at[0]: at for at in ends}.values()]
-        return Cause(ops, [], [target], stretch=stretch, known="reduction", sums=sums)
+        return OperatorCause(ops, [], [target], stretch=stretch, known="reduction", sums=sums)
 
 
 def _spread(expected: Tensor, regions: Mapping[At, Region], read: Callable[[At], Tensor | None]) -> Tensor:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, walk_back
 from moeverify.explain.joint import At
 from moeverify.explain.program import SETUP, Program, Site
@@ -49,7 +49,7 @@ class Branches:
         self._joint, self._one = alignment.joint, one
         self._functions: dict[str, list[tuple[int, int]]] = {}
 
-    def find(self, cause: Cause) -> Iterator[Site]:
+    def find(self, cause: OperatorCause) -> Iterator[Site]:
         """Yield lines of the branches that a cause may come from, the nearest to its first operation first.
 
         These are branches that make the call, of the function that makes it or that writes the result on one

@@ -12,7 +12,7 @@ from moeverify.results.culprit import SumPart
 
 
 @dataclass
-class Cause:
+class OperatorCause:
     """A cause of wrong results: operators at one place of the program and the edits that repair them, if any.
 
     - `ops`: the operators of all ranks and layers.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves
 from moeverify.explain.counterparts import find_pair
 from moeverify.explain.describe import (
@@ -32,7 +32,7 @@ from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
-from moeverify.results.culprit import Culprit, Operation, Source
+from moeverify.results.culprit import Culprit, Operation, SourceValue
 
 _ADDING = frozenset({"add", "sub", "pow"})
 """Operators that make a multiple by adding values, so that no size of the run explains the factor."""
@@ -61,7 +61,7 @@ class Culprits:
         self._upstream = Upstream(self._alignment, self._one, explainer.right)
         self._groups = explainer.groups
 
-    def trace(self, culprit: Culprit, cause: Cause) -> Culprit:
+    def trace(self, culprit: Culprit, cause: OperatorCause) -> Culprit:
         """Return the record of a cause with the lines from which it may come."""
         cause = name_number(self._alignment, self._one, cause)
         if cause.launch is not None:
@@ -121,7 +121,7 @@ class Culprits:
             found += [(dim, first, stop) for first, stop in zip(starts, stops, strict=True)]
         return tuple(found[:_MOST_OTHERS])
 
-    def make(self, cause: Cause) -> Culprit:
+    def make(self, cause: OperatorCause) -> Culprit:
         """Return the record of a cause."""
         cause = name_number(self._alignment, self._one, cause)
         first = cause.ops[0]
@@ -157,7 +157,7 @@ class Culprits:
             return culprit.model_copy(update=self._describe_known(cause))
         return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
 
-    def _describe_known(self, cause: Cause) -> dict[str, Any]:
+    def _describe_known(self, cause: OperatorCause) -> dict[str, Any]:
         """Return fields of a culprit for results that relate to single-device values."""
         target = cause.targets[0]
         at = next(iter(target.values.values()))
@@ -199,13 +199,13 @@ class Culprits:
         )
         return str(narrow).removeprefix("torch.") if is_rounded else ""
 
-    def _find_scaler(self, cause: Cause) -> At:
+    def _find_scaler(self, cause: OperatorCause) -> At:
         """Return the operator that makes a value of a cause a multiple of the right one."""
         if cause.known == "scale":
             return self._find_scaling(cause, next(iter(cause.targets[0].values.values())))
         return self._origins.trace_scale(next(iter(cause.repairs[0].changes.values)))[1]
 
-    def _find_scaling(self, cause: Cause, at: At) -> At:
+    def _find_scaling(self, cause: OperatorCause, at: At) -> At:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
         first = cause.ops[0]
         factor, maker = self._origins.trace_scale(at)
@@ -261,7 +261,7 @@ class Culprits:
     def _operation(self, at: At) -> Operation:
         return describe_at(self._joint, at)
 
-    def _list_between(self, cause: Cause) -> tuple[Operation, ...]:
+    def _list_between(self, cause: OperatorCause) -> tuple[Operation, ...]:
         """Return the operations from right inputs to the first wrong result, one for each source line."""
         first = cause.ops[0]
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
@@ -357,7 +357,7 @@ class Culprits:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)
 
-    def _source(self, at: At) -> Source | None:
+    def _source(self, at: At) -> SourceValue | None:
         """Return the single-device value that a rank's value equals, or None."""
         known = self._alignment.find(at)
         if known is None or known.ids is None:
@@ -389,7 +389,7 @@ class Culprits:
         return found + (("micro-batches",) if len(over) > len(ranks) else ())
 
 
-def _list_taken(cause: Cause) -> list[At]:
+def _list_taken(cause: OperatorCause) -> list[At]:
     """Return the operands that a repair of the first operation replaces."""
     changed = cause.repairs[0].changes.values if cause.repairs and cause.repairs[0].kind != "value" else ()
     return [at for at in changed if at[0] == cause.ops[0][0]]

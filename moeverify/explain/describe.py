@@ -11,7 +11,7 @@ from pathlib import Path
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import BATCH, HIDDEN, Op, Program, Site, list_refs
 from moeverify.explain.sites import is_own
-from moeverify.results.culprit import CodeLine, Operation, Source
+from moeverify.results.culprit import CodeLine, Operation, SourceValue
 
 _AROUND = 1
 """Number of lines shown before and after a call."""
@@ -40,13 +40,15 @@ def describe_at(joint: Joint, at: At) -> Operation:
     return describe_op(joint.programs[at[0]], joint.op(at))
 
 
-def describe_value(program: Program, number: int) -> Source:
+def describe_value(program: Program, number: int) -> SourceValue:
     """Return a value with its name, or with the operation that made it."""
     value = program.values[number]
     while value.alias >= 0 and not value.label:
         value = program.values[value.alias]
     op = program.ops[value.op]
-    return Source(label=value.label.removeprefix(BATCH), operation=describe_op(program, op), step=op.step)
+    return SourceValue(
+        label=value.label.removeprefix(BATCH), operation=describe_op(program, op), step=op.step
+    )
 
 
 def make_line(site: Site) -> CodeLine:
@@ -104,7 +106,7 @@ def list_differences(op: Op, other: Op | None) -> tuple[tuple[str, str], ...]:
     )
 
 
-def name_of(source: Source) -> object:
+def name_of(source: SourceValue) -> object:
     """Return a key that is equal for values with the same name in a report."""
     line = source.operation.line if source.operation is not None else None
     return source.label or (line and (line.file, line.line, line.expression)), source.step

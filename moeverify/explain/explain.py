@@ -15,7 +15,7 @@ from functools import cached_property
 
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import list_chain
 from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
@@ -95,11 +95,11 @@ class Explainer:
         self.one = OneDevice(one, self.alignment.elements)
         wrong, self.right = find_targets(self.joint, one, step)
         self.wrong = sorted(wrong, key=_order)
-        self.causes: list[Cause] = []
+        self.causes: list[OperatorCause] = []
         self.tried = 0
         self.is_done = False
         self._proves = True
-        self._on_place: Callable[[list[Cause]], object] | None = None
+        self._on_place: Callable[[list[OperatorCause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
         self._addends = Addends(self.joint, one)
         self._further = Further(self.joint, self.one, step)
@@ -110,8 +110,8 @@ class Explainer:
         seconds: float,
         *,
         proves: bool = True,
-        on_place: Callable[[list[Cause]], object] = lambda causes: None,
-    ) -> list[Cause]:
+        on_place: Callable[[list[OperatorCause]], object] = lambda causes: None,
+    ) -> list[OperatorCause]:
         """Return the causes of wrong results that are found within `seconds`.
 
         With `proves=False`, return the first wrong place and execute no edit. `on_place` is called with
@@ -145,7 +145,7 @@ class Explainer:
                 state = self._patch(left[0], state)
         return self.causes
 
-    def _list_races(self) -> Iterator[Cause]:
+    def _list_races(self) -> Iterator[OperatorCause]:
         """Yield races that a wrong result depends on: uses of memory that a collective may still be using."""
         for rank, program in enumerate(self.joint.programs):
             for race in program.races:
@@ -162,9 +162,13 @@ class Explainer:
                     if any(ops & self.joint.list_before([at]) for at in target.values.values())
                 ]
                 if reached:
-                    yield Cause([(rank, race.other)], [], reached, known="race", launch=(rank, race.op))
+                    yield OperatorCause(
+                        [(rank, race.other)], [], reached, known="race", launch=(rank, race.op)
+                    )
 
-    def _note_repaired(self, causes: Sequence[Cause], left: Sequence[Target], state: Execution) -> None:
+    def _note_repaired(
+        self, causes: Sequence[OperatorCause], left: Sequence[Target], state: Execution
+    ) -> None:
         """Record on the causes which wrong results are right after their repairs."""
         proved = [cause for cause in causes if cause.repairs and not cause.is_local]
         done = [target for target in left if proved and self._proof.is_repaired(target, state)]
@@ -215,7 +219,7 @@ class Explainer:
                 return found
             found.append(source)
 
-    def _add(self, cause: Cause) -> None:
+    def _add(self, cause: OperatorCause) -> None:
         """Add a cause, or merge it with an earlier cause of the same line."""
         for known in self.causes:
             if self._place(known) == self._place(cause):
@@ -225,12 +229,14 @@ class Explainer:
                 return
         self.causes.append(cause)
 
-    def _place(self, cause: Cause) -> tuple[object, ...]:
+    def _place(self, cause: OperatorCause) -> tuple[object, ...]:
         op = self.joint.op(cause.ops[0])
         repair = (cause.repairs[0].kind, cause.repairs[0].place) if cause.repairs else ()
         return op.name, self.joint.programs[cause.ops[0][0]].sites_of(op)[:1], repair
 
-    def _explain_first(self, target: Target, state: Execution, end: float) -> tuple[list[Cause], Execution]:
+    def _explain_first(
+        self, target: Target, state: Execution, end: float
+    ) -> tuple[list[OperatorCause], Execution]:
         """Return the causes of a wrong result, and the execution after the repair.
 
         A cause without repairs is only a place.
@@ -244,7 +250,7 @@ class Explainer:
             alignment = alignment.without_scale(factor)
         stretch = self._open(alignment, target)
         first = next(self._list_suspects(stretch), None)
-        place = [] if first is None else [Cause(list(first), [], [target])]
+        place = [] if first is None else [OperatorCause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
             place[0].known = find_relation(alignment, target, factor)
@@ -260,7 +266,9 @@ class Explainer:
             found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
         return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
 
-    def _explain_sum(self, summed: Cause, state: Execution, end: float) -> tuple[list[Cause], Execution]:
+    def _explain_sum(
+        self, summed: OperatorCause, state: Execution, end: float
+    ) -> tuple[list[OperatorCause], Execution]:
         """Return the write or group without which a wrong sum is right, if there is one, else the sum."""
         self._tell_place(summed)
         edits = itertools.chain(
@@ -272,7 +280,7 @@ class Explainer:
             found[0][0].sums = summed.sums
         return ([summed], state) if found is None else found
 
-    def _tell_place(self, *places: Cause) -> None:
+    def _tell_place(self, *places: OperatorCause) -> None:
         """Call `on_place` with the first place."""
         if self._on_place is not None:
             self._on_place([*self.causes, *places])
@@ -306,7 +314,7 @@ class Explainer:
 
     def _search(
         self, target: Target, state: Execution, stretch: _Stretch, end: float, depth: int
-    ) -> tuple[list[Cause], Execution] | None:
+    ) -> tuple[list[OperatorCause], Execution] | None:
         """Return edits that together repair a target, or the next module end before it.
 
         An edit that makes only the results of its own operators right is a first step; the search continues
@@ -316,7 +324,7 @@ class Explainer:
         found_ops = itertools.chain.from_iterable(map(self._with_makers, self._list_suspects(stretch)))
         suspects = list(itertools.islice(found_ops, _MOST_SUSPECTS))
         counterparts = Counterparts(alignment, self.one)
-        steps: list[tuple[Cause, Execution]] = []
+        steps: list[tuple[OperatorCause, Execution]] = []
         before: set[At] = set()
         for ops in suspects:
             for each in list_chain(self.joint, [at for at in self.joint.reads(ops[0]) if at[0] == ops[0][0]]):
@@ -341,7 +349,7 @@ class Explainer:
                     continue
                 if edit.kind != "value" and self._proof.is_local(edit, state):
                     done = self._proof.repairs(edit, target, unknown, state)
-                    cause = Cause(list(ops), [edit], [target])
+                    cause = OperatorCause(list(ops), [edit], [target])
                     if done is not None:
                         return [cause], done
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
@@ -364,7 +372,7 @@ class Explainer:
 
     def _try(
         self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
-    ) -> tuple[list[Cause], Execution] | None:
+    ) -> tuple[list[OperatorCause], Execution] | None:
         """Return the first edit that repairs a target, or the next module end before it."""
         for edit in edits:
             if time.monotonic() > end:
@@ -374,17 +382,17 @@ class Explainer:
             resized = self._proof.resize(edit, state) if done is None else None
             found = done or resized
             if found is not None:
-                return [Cause(list(edit.ops), [edit], [target], is_local=done is None)], found
+                return [OperatorCause(list(edit.ops), [edit], [target], is_local=done is None)], found
         return None
 
     def _shorten(
         self,
-        chain: list[Cause],
+        chain: list[OperatorCause],
         done: Execution,
         target: Target,
         unknown: Sequence[At],
         state: Execution,
-    ) -> tuple[list[Cause], Execution]:
+    ) -> tuple[list[OperatorCause], Execution]:
         """Return a chain of edits without its first one, if the others alone repair the same results.
 
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
@@ -404,13 +412,13 @@ class Explainer:
         again = self._proof.repairs(without, target, unknown, state)
         return (chain, done) if again is None else (chain[1:], again)
 
-    def _is_foreign(self, cause: Cause) -> bool:
+    def _is_foreign(self, cause: OperatorCause) -> bool:
         """Return whether an edit inserts an operand of an operator of another module."""
         edit = cause.repairs[0]
         module = self.joint.op(cause.ops[0]).module
         return edit.kind in _SUBSTITUTIONS and edit.other is not None and edit.other.module != module
 
-    def _drop_patches(self, chain: list[Cause]) -> list[Cause]:
+    def _drop_patches(self, chain: list[OperatorCause]) -> list[OperatorCause]:
         """Return a chain without edits of the training loop's own operators, if it also edits user code."""
         kept = [cause for cause in chain if not self._is_own(cause.ops[0])] or chain
         if len(kept) < len(chain):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import skip_moves
 from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
 from moeverify.explain.describe import list_differences
@@ -14,7 +14,7 @@ from moeverify.explain.joint import At
 from moeverify.explain.program import Op
 
 
-def name_number(alignment: Alignment, one: OneDevice, cause: Cause) -> Cause:
+def name_number(alignment: Alignment, one: OneDevice, cause: OperatorCause) -> OperatorCause:
     """Return the cause as a wrong number, if its operand is made on the line that makes the right one.
 
     A multiplication by 1 changes nothing, so that its result is a right value, and only its reader seems wrong.

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import OneDevice
@@ -34,7 +34,7 @@ class Scaling:
         """Operators before a right gradient, which take no wrong number."""
         return set(self._joint.list_before(list(self._right[0].values.values()))) if self._right else set()
 
-    def find(self, cause: Cause, lineage: Sequence[At]) -> Iterator[Origin]:
+    def find(self, cause: OperatorCause, lineage: Sequence[At]) -> Iterator[Origin]:
         """Yield operators that multiply by numbers, and the lines of the numbers.
 
         `lineage` are the operators that carried the value of the wrong result, the last one first.

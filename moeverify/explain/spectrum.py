@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import list_of_step, walk_back
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Site, list_numbers
@@ -37,18 +37,18 @@ class Spectrum:
         self._joint, self._lines, self._right = joint, lines, right
         self._list_lineage = list_lineage
 
-    def _list_right(self, cause: Cause) -> list[Target]:
+    def _list_right(self, cause: OperatorCause) -> list[Target]:
         """Return the right results of the kind of a wrong one."""
         kind, rank = cause.targets[0].mark[1], cause.ops[0][0]
         return [each for each in self._right if each.mark[1] == kind and rank in each.values]
 
-    def _list_alike(self, cause: Cause) -> list[Target]:
+    def _list_alike(self, cause: OperatorCause) -> list[Target]:
         """Return the right results of the kind of a wrong one that a rank holds in the same way, whole or not."""
         target, rank = cause.targets[0], cause.ops[0][0]
         is_whole = rank in target.regions and target.regions[rank].is_whole
         return [each for each in self._list_right(cause) if each.regions[rank].is_whole == is_whole]
 
-    def list_alone(self, cause: Cause) -> Iterator[Origin]:
+    def list_alone(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the lines of ranks alone that the wrong result passes and no right one of its kind does.
 
         These are collectives and computations with a number, the last one first. Nothing without right results.
@@ -70,7 +70,7 @@ class Spectrum:
         """Return the operators that carried the value of a result, with their lines of user code."""
         return [(op, self._lines.sites(op)) for op in self._list_lineage(target.values.get(rank))]
 
-    def list_unwritten(self, cause: Cause) -> Iterator[Origin]:
+    def list_unwritten(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the line of the optimizer that writes most right results of this kind, and not the wrong one.
 
         Then its conditions. Nothing for results of the passes.
@@ -89,7 +89,7 @@ class Spectrum:
         passed = self._list_passed(target, rank)
         return next((sites for op, sites in passed if sites and self._joint.op(op).phase == "step"), ())
 
-    def list_missing(self, cause: Cause) -> Iterator[Origin]:
+    def list_missing(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.
 
         Most right results have passed it, or their computation shares a line with that of the wrong one. Results
@@ -104,7 +104,7 @@ class Spectrum:
                 yield from found
                 return
 
-    def _list_missing(self, cause: Cause, right: Sequence[Target]) -> Iterator[Origin]:
+    def _list_missing(self, cause: OperatorCause, right: Sequence[Target]) -> Iterator[Origin]:
         target, rank = cause.targets[0], cause.ops[0][0]
         if cause.known == "scale":
             yield from self._list_numbers(target, rank, right)

@@ -11,7 +11,7 @@ import torch
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.branches import Branches
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
@@ -57,7 +57,7 @@ class Upstream:
 
     def find(
         self,
-        cause: Cause,
+        cause: OperatorCause,
         taken: Sequence[At] = (),
         named: Collection[tuple[str, int]] = (),
         *,
@@ -139,7 +139,7 @@ class Upstream:
         chosen = {place: origin for place, origin in (first | found).items() if place not in named}
         return tuple(chosen.values())[:most]
 
-    def find_branches(self, cause: Cause) -> tuple[Origin, ...]:
+    def find_branches(self, cause: OperatorCause) -> tuple[Origin, ...]:
         """Return the branches that ranks alone take around a value that nothing wrote."""
         return tuple(self._list_branches(cause))
 
@@ -214,7 +214,7 @@ class Upstream:
         is_kept = torch.equal(ordered[found], made)
         return is_kept and not bool((places[found].diff() >= 0).all())
 
-    def _list_repeated(self, cause: Cause) -> Iterator[Origin]:
+    def _list_repeated(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the first collectives of a backward pass that add values which are equal on all of their ranks."""
         target, rank = cause.targets[0], cause.ops[0][0]
         end = target.values.get(rank)
@@ -231,7 +231,7 @@ class Upstream:
             if any(_is_multiple(one, two, num_ranks) for one, two in zip(taken, made, strict=False)):
                 yield make_origin("repeated", self._lines.stack(op) or self._lines.sites(op))
 
-    def _list_lost(self, cause: Cause, lacks: Sequence[Op]) -> Iterator[Origin]:
+    def _list_lost(self, cause: OperatorCause, lacks: Sequence[Op]) -> Iterator[Origin]:
         """Yield the lines that made the tensors whose gradients have the addends which a wrong gradient lacks."""
         rank, mark = cause.ops[0][0], cause.targets[0].mark
         end = cause.targets[0].values.get(rank)
@@ -250,7 +250,7 @@ class Upstream:
                 if program.ops[base.op].step < 0 and base.label != mark[2]:
                     yield from self._describe_made((rank, base.op))
 
-    def _list_unused(self, cause: Cause) -> Iterator[Origin]:
+    def _list_unused(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the collectives before an operation, in its step, whose results nothing uses."""
         joint, (rank, number) = self._joint, cause.ops[0]
         program = joint.programs[rank]
@@ -283,7 +283,7 @@ class Upstream:
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("draw", sites)
 
-    def _list_branches(self, cause: Cause) -> Iterator[Origin]:
+    def _list_branches(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the nearest lines of branches that ranks alone take, in functions that one device executes."""
         lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
         yield from (make_origin("branch", [line]) for line in lines)
@@ -332,7 +332,7 @@ class Upstream:
         known = self._alignment.find(at)
         return set() if known is None or known.ids is None else set(self._one.roots(known.ids))
 
-    def _list_cuts(self, cause: Cause) -> Iterator[Origin]:
+    def _list_cuts(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield calls of `detach` through which one device passes a gradient, for a wrong gradient."""
         target, rank = cause.targets[0], cause.ops[0][0]
         program = self._joint.programs[rank]
@@ -358,7 +358,7 @@ class Upstream:
         read = (number for at in before if at[0] == rank for number in program.ops[at[1]].reads())
         return any(program.base(number).label in names for number in read)
 
-    def _list_values(self, cause: Cause, taken: Sequence[At]) -> Iterator[Origin]:
+    def _list_values(self, cause: OperatorCause, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the first operators whose integers, masks and numbers are not those of one device."""
         first = cause.ops[0]
         seen: set[At] = set()
@@ -422,7 +422,7 @@ class Upstream:
             known is not None and bool(known.over) and self._joint.op(self._joint.maker(at)).meeting is None
         )
 
-    def _list_readers(self, cause: Cause) -> Iterator[Origin]:
+    def _list_readers(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the lines that read a wrong state which nothing writes in the step."""
         target, rank = cause.targets[0], cause.ops[0][0]
         value = target.values.get(rank)
@@ -434,7 +434,7 @@ class Upstream:
             if sites := self._lines.sites(user):
                 yield make_origin("reader", sites)
 
-    def _list_groups(self, cause: Cause, lineage: Iterable[At]) -> Iterator[Origin]:
+    def _list_groups(self, cause: OperatorCause, lineage: Iterable[At]) -> Iterator[Origin]:
         """Yield the collectives that reduced a wrong result, and where their groups come from."""
         for op in dict.fromkeys([*cause.ops[:1], *lineage]):
             meeting = self._joint.op(op).meeting
@@ -446,7 +446,7 @@ class Upstream:
                     self._lines.list_calls(op[0], meeting.group.name), 1 if sites else None
                 )
 
-    def _list_regrouped(self, cause: Cause) -> Iterator[Origin]:
+    def _list_regrouped(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the definitions of a wrong group, those with the name of its mesh axis first."""
         axis, _ = cause.repairs[0].numbers[0]
         yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=[axis])

@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--moeverify-no-escalate",
         action="store_true",
-        help="Do not run cases below float64 in wider precisions, too, for a cause or for what rounding hides.",
+        help="Do not run cases below float64 in wider precisions too, to find causes and bugs that rounding hides.",
     )
 
 

@@ -31,7 +31,7 @@ def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     shows_own = any(row.found_in for row in rows)
     if shows_own:
         table.add_column(_OWN, no_wrap=True)
-    table.add_column("what was said", overflow="fold", ratio=1)
+    table.add_column("reported", overflow="fold", ratio=1)
     for row in rows:
         marks = [_mark(value) for value in list_marks(row)]
         seen = [Text("sees it" if value else "blind") for value in (row.loss_curve, row.loss_and_norm)]
@@ -100,7 +100,7 @@ def write_faults(rows: Sequence[FaultRow], environment: dict[str, str], command:
         *("fault", "bug", "detected", "located", "cause named", "line shown", "step"),
         *("losses at 1e-3", "losses and gradient norm at 1e-3"),
         *([_OWN] if shows_own else []),
-        "what was said",
+        "reported",
     )
     table = [
         (

@@ -129,7 +129,7 @@ _HEADERS = (
     "located",
     "cause",
     "judged by",
-    "what was said",
+    "reported",
 )
 
 

@@ -78,7 +78,7 @@ def advise(case: CaseResult, command: str, kept: Kept, number: int = 1) -> list[
         steps.append((again, "repeat it alone"))
     if case.verdict == "mismatch":
         steps.append(
-            (f"moeverify mesh {select}{_keep_options(command, ('--set',))}", "which rank holds what")
+            (f"moeverify mesh {select}{_keep_options(command, ('--set',))}", "shards and data of each rank")
         )
     else:
         steps.append(("moeverify doctor", "the abilities of this machine"))

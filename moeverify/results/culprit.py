@@ -71,7 +71,7 @@ class Operation(Record):
     is_derivative: bool = False
 
 
-class Source(Record):
+class SourceValue(Record):
     """The value on one device that equals a given value, up to a factor or a sum.
 
     `label` names a parameter, buffer or input; otherwise `operation` computed the value. `over` names the
@@ -86,7 +86,7 @@ class Source(Record):
     step: int = -1
     over: tuple[str, ...] = ()
     scale: float = 1.0
-    others: tuple[Source, ...] = ()
+    others: tuple[SourceValue, ...] = ()
     zeros: float = 0.0
     rows: tuple[int, ...] = ()
 
@@ -200,9 +200,9 @@ class Culprit(Record):
     there: Operation | None = None
     ranks: tuple[int, ...] = ()
     operand: int = -1
-    taken: Source | None = None
+    taken: SourceValue | None = None
     made: Operation | None = None
-    right: Source | None = None
+    right: SourceValue | None = None
     axes: tuple[str, ...] = ()
     numbers: tuple[tuple[str, str], ...] = ()
     moves: tuple[Operation, ...] = ()
@@ -271,7 +271,7 @@ class Culprit(Record):
         return None if is_rate else _CODES.get(self.mechanism)
 
 
-def _is_stale(taken: Source, right: Source) -> bool:
+def _is_stale(taken: SourceValue, right: SourceValue) -> bool:
     """Return whether both values have the same label, or come from the same operation in different steps."""
     if taken.label or right.label:
         return taken.label == right.label

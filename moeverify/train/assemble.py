@@ -43,14 +43,14 @@ from moeverify.train.micro_batch_graph import MicroBatchGraphs
 from moeverify.train.objective import GroupSums
 from moeverify.train.optimizer import build_model_optimizer
 from moeverify.train.parallelize_custom import MESH_AXES, ParallelizedCustomModel, parallelize_custom
-from moeverify.train.program import Program, RunMicroBatches, compute_dtype_of, dtype_of
+from moeverify.train.program import RunMicroBatches, TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.train.rebalancing import Rebalancing
 from moeverify.train.subjects import subject_of
 
 
 def assemble_single(
     recipe: Recipe, device: torch.device, *, compute: Precision | None = None, share: Share | None = None
-) -> Program:
+) -> TrainingProgram:
     """Return the program of a single device, which runs no parallel code.
 
     `compute` is the precision of the arithmetic and defaults to the recipe's. Initial values are always
@@ -62,7 +62,7 @@ def assemble_single(
     fill_initial(recipe, model)
     if compute_dtype_of(precision) != dtype_of(precision):
         narrow_model(model, compute_dtype_of(precision))
-    return Program(
+    return TrainingProgram(
         subject=subject,
         model=model,
         shards=parameters(model),
@@ -76,7 +76,7 @@ def assemble_single(
 
 def assemble_parallel(
     recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device, *, fill: Fill | None = None
-) -> Program:
+) -> TrainingProgram:
     """Return this rank's program under a layout. Collective: all ranks of the layout.
 
     `moeverify.parallel.plan` parallelizes the reference model. `moeverify.train.parallelize_custom` handles
@@ -99,7 +99,7 @@ def assemble_parallel(
             apply_float8(stage, recipe.float8, device, dtype)
         done = parallelize_stages(stages, shapes_of(recipe, layout), layout, meshes, device, fill)
     routers = [replace(view, positions=done.router_positions) for view in subject.find_routers(done.model)]
-    return Program(
+    return TrainingProgram(
         subject=subject,
         model=done.model,
         shards=done.shards,
@@ -148,7 +148,7 @@ def _make_rebalancing(layout: Layout, spec: ReferenceModel) -> Rebalancing | Non
     return Rebalancing(policy, first, find_source(layout, dist.get_rank()))
 
 
-def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> Program:
+def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: torch.device) -> TrainingProgram:
     subject = subject_of(recipe)
     whole = subject.build(device, dtype_of(recipe.precision), experts=layout.experts)
     fill_initial(recipe, whole)
@@ -158,7 +158,7 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
     done = parallelize_custom(whole, layout, meshes, device, make_optimizer, compute)
     shards = parameters(done.model) if layout.parallelize is None else done.list_shards(values)
     flat = keeps_flat_shards(done.model)
-    return Program(
+    return TrainingProgram(
         subject=subject,
         model=done.model,
         shards=shards,

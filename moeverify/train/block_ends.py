@@ -19,7 +19,7 @@ from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.train.data import Share
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 
 EMBEDDING = "embed"
 """Name under which the input of the first block is passed to `take`."""
@@ -36,7 +36,7 @@ class BlockEnds:
     coordinate on the tp axis: sequence parallelism shards positions over it.
     """
 
-    def __init__(self, program: Program, data: Data, tp: int, take: Take, *, first: str = "") -> None:
+    def __init__(self, program: TrainingProgram, data: Data, tp: int, take: Take, *, first: str = "") -> None:
         self._data = data
         self._tp = tp
         self._take = take

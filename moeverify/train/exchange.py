@@ -16,11 +16,11 @@ from moeverify.parallel.regions.local_shard import parameters
 from moeverify.seams import seam
 from moeverify.tools.placement.buckets import list_buckets, order_rows
 from moeverify.tools.placement.placement import Placement
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 
 
 @seam
-def exchange_experts(program: Program, optimizer: Optimizer, placement: Placement) -> None:
+def exchange_experts(program: TrainingProgram, optimizer: Optimizer, placement: Placement) -> None:
     """Move every expert and its optimizer state to the ranks of a placement, and rebuild dependent state.
 
     The exchange is complete on this rank when the function returns. Save checkpoints before or after it.

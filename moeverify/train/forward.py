@@ -15,13 +15,13 @@ from moeverify.model.transformer import ModelOutput
 from moeverify.seams import seam
 from moeverify.train.data import IGNORED, MicroBatch
 from moeverify.train.objective import Losses, Normalizers, router_losses
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.subject import Run
 
 
 @seam
 def compute_losses(
-    recipe: Recipe, program: Program, batch: MicroBatch, normalizers: Normalizers
+    recipe: Recipe, program: TrainingProgram, batch: MicroBatch, normalizers: Normalizers
 ) -> tuple[Losses, Tensor | None]:
     """Return this rank's part of each loss, and the detached cross entropy of each token (M, s).
 

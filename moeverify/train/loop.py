@@ -36,7 +36,7 @@ from moeverify.train.near_ties import NearTies, follow_near_ties
 from moeverify.train.objective import Normalizers, count_valid
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.pipeline import run_pipeline
-from moeverify.train.program import MicroBatchResult, Program, ReadableState, StepInputs
+from moeverify.train.program import MicroBatchResult, ReadableState, StepInputs, TrainingProgram
 from moeverify.train.routing import observe_routing, replay, update_selection_bias
 from moeverify.train.state import TrainingState
 
@@ -45,7 +45,7 @@ SCALAR = Region.whole(())
 
 def train(
     recipe: Recipe,
-    program: Program,
+    program: TrainingProgram,
     observer: Observer,
     *,
     golden: ReadableState | None = None,
@@ -130,7 +130,7 @@ def train_step(
         exchange_experts(program, state.optimizer, placement)
 
 
-def _observe_state(program: Program, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
+def _observe_state(program: TrainingProgram, observer: Observer, step: int, before: Sequence[Tensor]) -> None:
     """Report the state after a step, and the updates relative to the weights `before` it (one per shard).
 
     The updates take the memory of `before`, so that a large model needs one copy of its weights and not two.
@@ -167,7 +167,7 @@ def _run_custom_step(
         )
 
 
-def _observe_custom_step(program: Program, observer: Observer, step: int, trace: StepTrace) -> None:
+def _observe_custom_step(program: TrainingProgram, observer: Observer, step: int, trace: StepTrace) -> None:
     """Report the tensors of a user's step up to its update."""
     if "loss" in trace.reported:
         observer.observe(step, Kind.LOSS, "total", trace.reported["loss"].to(torch.float64), SCALAR)
@@ -178,7 +178,7 @@ def _observe_custom_step(program: Program, observer: Observer, step: int, trace:
             observer.observe(step, Kind.GRADIENT_NORM, name, trace.reported[key], SCALAR)
 
 
-def make_batches(recipe: Recipe, program: Program, step: int) -> list[MicroBatch]:
+def make_batches(recipe: Recipe, program: TrainingProgram, step: int) -> list[MicroBatch]:
     """Return this rank's micro-batches of a step."""
     shares: Sequence[Share] = program.share.micro_batches(program.num_micro_batches)
     return [program.subject.make_batch(step, share, program.device) for share in shares]
@@ -209,7 +209,7 @@ def _run_one_by_one(inputs: StepInputs) -> Iterator[MicroBatchResult]:
 
 def _observe_results(
     recipe: Recipe,
-    program: Program,
+    program: TrainingProgram,
     observer: Observer,
     step: int,
     results: Iterator[MicroBatchResult],
@@ -235,7 +235,7 @@ def _observe_results(
 
 
 @seam
-def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> None:
+def clip(recipe: Recipe, program: TrainingProgram, observer: Observer, step: int) -> None:
     """Clip the gradients as the recipe asks; report the gradient norm and the coefficient."""
     norm = program.measure_norm()
     observer.observe(step, Kind.GRADIENT_NORM, "total", norm, SCALAR)
@@ -245,7 +245,7 @@ def clip(recipe: Recipe, program: Program, observer: Observer, step: int) -> Non
 
 
 @torch.no_grad()
-def load_state(program: Program, optimizer: Optimizer, golden: ReadableState, step: int) -> None:
+def load_state(program: TrainingProgram, optimizer: Optimizer, golden: ReadableState, step: int) -> None:
     """Overwrite weights, buffers and optimizer state with the golden's values after `step`."""
     for shard in program.live_shards():
         _load(shard.local(), golden.read(step, Kind.WEIGHT, shard.name, shard.region))

@@ -29,7 +29,7 @@ from moeverify.seams import seam
 from moeverify.train.data import MicroBatch
 from moeverify.train.forward import compute_losses
 from moeverify.train.objective import Losses, Normalizers
-from moeverify.train.program import MicroBatchResult, Program, StepInputs
+from moeverify.train.program import MicroBatchResult, StepInputs, TrainingProgram
 from moeverify.train.routing import replay
 
 _WARMUP_PASSES = 2  # torch compiles, selects kernels and opens connections during these
@@ -158,7 +158,7 @@ class _GraphTensors:
                 assert ids is not None
                 fixed.copy_(ids)
 
-    def run(self, inputs: StepInputs, run: Program, normalizers: Normalizers) -> None:
+    def run(self, inputs: StepInputs, run: TrainingProgram, normalizers: Normalizers) -> None:
         """Run the passes on the graph's inputs."""
         for router, ids in zip(self._routers, self._ids, strict=True):
             router.module.replay = ids
@@ -209,7 +209,9 @@ class _Graph:
             yield slot.show(batch)
 
 
-def run_passes(inputs: StepInputs, run: Program, batch: MicroBatch, normalizers: Normalizers) -> _Shown:
+def run_passes(
+    inputs: StepInputs, run: TrainingProgram, batch: MicroBatch, normalizers: Normalizers
+) -> _Shown:
     """Run one micro-batch forward and backward without FSDP2's hooks, and return its results."""
     with _without_hooks(inputs.program.model):
         losses, token_loss = compute_losses(inputs.recipe, run, batch, normalizers)

@@ -61,7 +61,7 @@ class ReadableState(Protocol):
 
 
 @dataclass
-class Program:
+class TrainingProgram:
     """One rank's part of a training run. The defaults describe a single device.
 
     - `scale`: factor of the loss before the backward pass, the number of ranks over which gradients are
@@ -172,7 +172,7 @@ class StepInputs:
     """
 
     recipe: Recipe
-    program: Program
+    program: TrainingProgram
     batches: Sequence[MicroBatch]
     normalizers: Normalizers
     step: int

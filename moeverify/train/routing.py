@@ -14,7 +14,7 @@ from moeverify.parallel.regions.region import Indices, Region
 from moeverify.results.checks import Kind
 from moeverify.seams import seam
 from moeverify.train.data import MicroBatch
-from moeverify.train.program import Program, ReadableState
+from moeverify.train.program import ReadableState, TrainingProgram
 from moeverify.train.routers import RouterView
 
 
@@ -26,7 +26,7 @@ def _region(recipe: Recipe, batch: MicroBatch, positions: Indices, top_k: int) -
 @seam
 def observe_routing(
     recipe: Recipe,
-    program: Program,
+    program: TrainingProgram,
     batch: MicroBatch,
     observer: Observer,
     step: int,
@@ -103,7 +103,7 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 @seam
 @torch.no_grad()
 def update_selection_bias(
-    moe: MoE, program: Program, counts: Sequence[Tensor], observer: Observer, step: int
+    moe: MoE, program: TrainingProgram, counts: Sequence[Tensor], observer: Observer, step: int
 ) -> None:
     """Move each expert's selection bias towards balance by the counts of the whole step.
 

@@ -16,7 +16,7 @@ from moeverify.errors import FormatError
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.seams import seam
 from moeverify.train.optimizer import optimizer_state
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.schedule import build_schedule
 
 # Optimizer options that select an implementation. They belong to the layout and are not saved.
@@ -32,14 +32,14 @@ class TrainingState:
     """
 
     recipe: Recipe
-    program: Program
+    program: TrainingProgram
     optimizer: Optimizer
     schedule: LambdaLR
     step: int = 0
     position: int = 0
 
     @classmethod
-    def begin(cls, recipe: Recipe, program: Program) -> TrainingState:
+    def begin(cls, recipe: Recipe, program: TrainingProgram) -> TrainingState:
         """Return the state before the first step."""
         optimizer = program.engine.begin(recipe.optimizer, program.shards, program.optimizer_implementation)
         return cls(recipe, program, optimizer, build_schedule(recipe.optimizer, optimizer, recipe.steps))

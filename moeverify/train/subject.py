@@ -24,7 +24,7 @@ Vector = dict[str, Tensor]
 
 
 class Run(Protocol):
-    """The part of a program on this rank that a subject may use (`moeverify.train.program.Program`)."""
+    """The part of a program on this rank that a subject may use (`moeverify.train.program.TrainingProgram`)."""
 
     @property
     def model(self) -> nn.Module:

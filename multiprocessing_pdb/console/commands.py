@@ -101,7 +101,7 @@ def stop(targets: Sequence[Target]) -> str:
         *ask([t for t in targets if t.state != "armed"], {"do": "interrupt"}, _STATUS_SECONDS),
     ]
     asked = "asked to stop at the next line; a call into C has to end first"
-    texts = {"stopped": "is stopped already", "busy": "is stopped already; interrupted what it evaluates"}
+    texts = {"stopped": "is stopped already", "busy": "is stopped already; its evaluation was interrupted"}
     return show_groups(
         [(a.target, a.failure or texts.get(read_text(a.frame, "interrupted"), asked)) for a in answers]
     )

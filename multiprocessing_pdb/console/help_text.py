@@ -1,13 +1,13 @@
 """The text of `help`."""
 
 HELP = """\
-ls                 the stopped ranks: where, why, since when; and what must be known of collectives
+ls                 the stopped ranks: where, why, since when; and notes on collectives
 attach R           a whole pdb session with one rank; detach or Ctrl-D leaves it, and it stays stopped
 @SELECTION CMD     a pdb command on some ranks, the answers together: @all p loss, @0,2:8:2 up, @tp=1 pp x
                    (ranks, slices, mesh axes, labels); any command below takes a selection too
 diff EXPR          evaluates on all ranks and groups equal answers; tensors by form, norm and first difference
 diff --golden [EXPR]
-                   a value, or all that is complete, against what it should be: ranks of moeverify run while they
+                   a value, or all complete tensors, against the expected ones: ranks of moeverify run while they
                    train under a layout, and programs that call set_reference()
 where              the stacks of the stopped ranks, equal ones once
 step next until return c
@@ -19,7 +19,7 @@ stop, stop @tp=1   stops ranks that run, if they are armed or have a breakpoint 
 break FILE:LINE [if CONDITION]
                    sets a breakpoint on stopped ranks and on armed ones that run
 arm PID, arm all   arms a process, or all ranks of the job, that never called arm(): Python 3.14 and later
-interrupt          interrupts what the ranks evaluate, or asks those that run to stop
+interrupt          interrupts an evaluation, or asks those that run to stop
 wait N [SECONDS]   waits until N ranks are stopped
 stacks             stacks of every process of the job, also of those that run or hang in C
 record FILE        writes this session into a page for a bug report; record without a file ends it
@@ -28,4 +28,4 @@ kill R             kills the process of a rank
 jobs, job NAME     the jobs that have stopped ranks; chooses one
 deadline SECONDS   how long each rank has to answer
 quit, Ctrl-D       leaves the console; ranks stay stopped
-q                  asks what is meant: leave, continue all, or kill the job"""
+q                  asks: leave, continue all, or kill the job"""

@@ -173,7 +173,7 @@ class Shell:
         """Ask how to interpret `q`, do it, and return whether to leave the current prompt."""
         stopped = self._registry.find()
         self._terminal.show(
-            f"q: what is meant?  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"
+            f"q: choose  d: leave, ranks stay stopped  c: continue all of the {len(stopped)} stopped"
             " ranks  k: kill the job  anything else: nothing"
         )
         try:

@@ -111,7 +111,7 @@ READS_ENVIRONMENT = (
 )
 
 # Modules that read files directly: those that only this project writes, and the readers of each format. All others
-# use `input_file`, `json_file` and `case.document`, which have the limits on files of users.
+# use `input_file`, `json_file` and `cases.document`, which have the limits on files of users.
 READS_FILES = (
     "cli.skill",
     "explain.packed",
@@ -388,11 +388,18 @@ def check_readers(house: House) -> Iterator[str]:
 
 
 def check_names(house: House) -> Iterator[str]:
-    """Yield modules and packages with meaningless names."""
+    """Yield meaningless names of modules and packages, and names of public classes that two modules share."""
     for name, source in house.sources.items():
         for part in name.split("."):
             if part in BAD_NAMES:
                 yield f"{source.path}:1: `{part}` says nothing about what is inside"
+    classes: dict[tuple[str, str], str] = {}
+    for source in house.sources.values():
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                other = classes.setdefault((source.path.partition("/")[0], node.name), source.path)
+                if other != source.path:
+                    yield f"{source.path}:{node.lineno}: {other} has a class `{node.name}` too"
 
 
 def check_sizes(house: House) -> Iterator[str]:

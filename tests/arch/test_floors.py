@@ -160,6 +160,12 @@ BROKEN = {
         "moeverify/cases/utils.py:1: `utils` says nothing",
     ),
     "a package's name": ("names", "moeverify/common/words.py", "", "moeverify/common/words.py:1: `common`"),
+    "a class of another module": (
+        "names",
+        "moeverify/results/run.py",
+        "class E: ...\n",
+        "moeverify/results/run.py:1: moeverify/errors.py has a class `E` too",
+    ),
     "a long file": (
         "sizes",
         "moeverify/cases/schema.py",

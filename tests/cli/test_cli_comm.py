@@ -133,7 +133,7 @@ def test_an_uneven_exchange_is_shown_and_written(tmp_path: Path, invoke: Invoke)
         ("all_to_all", "splits: [1, 2]", ["splits[0]: expected a list of sizes", "splits[1]"]),
         ("all_to_all", "splits: [[1, 1]]", ["expected 2 rows, one for each rank"]),
         ("all_to_all", "splits: [[0, 0], [0, 0]]", ["all parts are empty"]),
-        ("all_gather", "splits: [[1, 2], [3, 4]]", ["splits[0]: expected a whole number", "splits[1]"]),
+        ("all_gather", "splits: [[1, 2], [3, 4]]", ["splits[0]: expected an integer", "splits[1]"]),
         ("reduce_scatter", "splits: [1.5, true]", ["got `1.5`", "got `true`"]),
         ("all_gather", "sizes: [1, 2]", ["unknown field `sizes`", "the field `splits` is missing"]),
         ("all_gather", "", ["this file is empty", "write `splits: [3, 1, 0, 2]`"]),

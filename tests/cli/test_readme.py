@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from moeverify.cases.validation.load import load_cases
-from moeverify.cli import build_app
+from moeverify.cli import EXAMPLES, build_app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
@@ -69,6 +69,15 @@ def test_commands_and_options_exist(page: Path) -> None:
         known = list_options(COMMANDS[words[0]])
         own = words[1 : words.index("--")] if "--" in words else words[1:]  # the rest is the user's command
         assert {word for word in own if word.startswith("-")} <= known, words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_each_command_has_an_example_with_options_that_exist(name: str) -> None:
+    ((command, *words),) = list_commands(f"`moeverify {EXAMPLES[name]}`")
+    assert command == name
+    own = words[: words.index("--")] if "--" in words else words  # the rest is the user's command
+    assert {word for word in own if word.startswith("-")} <= list_options(COMMANDS[name])
+    assert f"Example: moeverify {EXAMPLES[name]}" in COMMANDS[name].epilog
 
 
 def test_every_page_is_linked_from_readme_or_another() -> None:

@@ -33,7 +33,7 @@ from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.source import LocalSource
 
 PROGRAMS = Path(__file__).resolve().parent / "programs"
-SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "150"))  # for each of pdb and pdbpp
+SEQUENCES = int(os.environ.get("MPDB_TEST_SEQUENCES", "75"))  # for each of pdb and pdbpp
 PATIENCE = float(
     os.environ.get("MPDB_TEST_PATIENCE", "300")
 )  # a lost rank never returns, while a slow one does

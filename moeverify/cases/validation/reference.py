@@ -17,24 +17,24 @@ from moeverify.cases.validation.choices import CHOICES
 
 _HEAD = """# The fields of a case file
 
-A case file is YAML. `moeverify check` says everything that is wrong with it at once, with file, line, field and
-remedy. An editor that knows JSON schema completes and explains the fields: `moeverify schema > case.schema.json`, and
-as the first line of the case
+A case file is YAML. `moeverify check` lists all problems of one with file, line, field and remedy. An editor that
+knows JSON schema completes and explains the fields: `moeverify schema > case.schema.json`, and as the first line of
+the case
 
 ```yaml
 # yaml-language-server: $schema=case.schema.json
 ```
 
-Where a case has `recipe: NAME`, the fields of the recipe are in `recipes/NAME.yaml` beside the case, without
-`recipe.` before them. `base: NAME`, there or in the case, starts from another recipe that the other fields change. A
-field of the model that its preset sets may be changed beside it.
+If a case has `recipe: NAME`, the fields of the recipe are in `recipes/NAME.yaml` beside the case. `base: NAME`,
+there or in the case, starts from another recipe that the other fields change. A field of the model that its preset
+sets may be changed beside it.
 
 This page is made by `moeverify schema --page`.
 """
 
 # Fields of the schema that no user writes, and a field that only the file reader knows.
 _UNWRITTEN = ("file",)
-_BASE = ("recipe.base", "text", "", "a recipe of `recipes/` that the other fields change")
+_BASE = ("base", "text", "", "a recipe of `recipes/` that the other fields change")
 
 
 def render_page() -> str:
@@ -43,7 +43,7 @@ def render_page() -> str:
     for prefix, section in _list_sections("", Case):
         parts.append(_render_section(prefix, section))
     parts.append(_render_choices())
-    parts.append("## Presets\n\n" + "\n".join(f"- `{name}`" for name in PRESETS) + "\n")
+    parts.append(f"## Presets\n\n{', '.join(f'`{name}`' for name in PRESETS)}\n")
     return "\n".join(parts)
 
 
@@ -60,21 +60,21 @@ def _render_section(prefix: str, section: type[Section]) -> str:
     if section is CustomModel:
         title += " with a `factory`"
     about = (section.__doc__ or "").replace("\n    ", "\n").strip()
-    rows = [_describe_field(section, name, prefix) for name in section.model_fields if name not in _UNWRITTEN]
+    rows = [_describe_field(section, name) for name in section.model_fields if name not in _UNWRITTEN]
     if section is Recipe:
         rows.insert(0, _BASE)
     table = "".join(f"| `{path}` | {kind} | {default} | {text} |\n" for path, kind, default, text in rows)
     return f"## {title}\n\n{about}\n\n| Field | Type | Default | Meaning |\n|---|---|---|---|\n{table}"
 
 
-def _describe_field(section: type[Section], name: str, prefix: str) -> tuple[str, str, str, str]:
+def _describe_field(section: type[Section], name: str) -> tuple[str, str, str, str]:
     field = section.model_fields[name]
     kind = "section" if find_sections(section, name) else expect(section, name).words.replace("one of ", "")
     kind = kind.removesuffix(" or nothing")
     default = "" if field.default is PydanticUndefined else _show_default(field.default)
     if field.is_required() and field.default_factory is None and name != "name":
         default = "required"
-    return f"{prefix}{name}", kind.replace("|", "\\|"), default, (field.description or "").replace("|", "\\|")
+    return name, kind.replace("|", "\\|"), default, (field.description or "").replace("|", "\\|")
 
 
 def _show_default(value: Any) -> str:

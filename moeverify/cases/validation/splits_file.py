@@ -76,7 +76,7 @@ def _check_row(entry: Entry, path: str, num_ranks: int, example: str) -> Iterato
     for index, size in enumerate(sizes):
         value = size.content
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_ELEMENTS:
-            wanted = f"a whole number from 0 to {MOST_ELEMENTS}"
+            wanted = f"an integer from 0 to {MOST_ELEMENTS}"
             yield _expect(wanted, size, f"{path}[{index}]", "write a number of elements")
 
 

@@ -27,7 +27,7 @@ from moeverify.parallel.context_parallel import split_positions
 from moeverify.results.part import Tokens
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share, make_batch, whole_share
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.subject import Vector
 from moeverify.verification.golden.store import StoredGolden
 
@@ -121,7 +121,7 @@ def _sort_by_term(parts: Sequence[Mapping[str, Vector]]) -> dict[str, list[Vecto
 
 
 @torch.no_grad()
-def load_weights(program: Program, golden: StoredGolden, step: int) -> None:
+def load_weights(program: TrainingProgram, golden: StoredGolden, step: int) -> None:
     """Overwrite the weights and buffers of a program with the golden's after a step."""
     for kind, holdings in (("weight", program.shards), ("buffer", program.buffers)):
         for held in holdings:

@@ -11,7 +11,7 @@ from moeverify.explain.fitting.causes_first import put_modules_first
 from moeverify.explain.fitting.data_first import ORIGINS, follow, put_data_first
 from moeverify.explain.fitting.engine import DiagnosedCause, explain_tensors
 from moeverify.explain.fitting.families import family_of, split_moment
-from moeverify.explain.fitting.first_divergence import Origin
+from moeverify.explain.fitting.first_divergence import Divergence
 from moeverify.explain.fitting.hypotheses.step_counter import is_counter
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.misplaced import explain_shapes
@@ -332,7 +332,7 @@ def _find_divergence(cause: DiagnosedCause, inputs: DiagnosisInputs) -> Diagnose
 
 
 def _explain_origin(
-    origin: Origin, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
+    origin: Divergence, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs
 ) -> DiagnosedCause:
     """Return the cause of the first wrong module end, as the explanation of `tensors`."""
     (cause,) = explain_tensors([origin.tensor], inputs)

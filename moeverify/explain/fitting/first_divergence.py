@@ -31,7 +31,7 @@ READING_BOUNDS = {torch.float64: 1e-9, torch.float32: 3e-4}
 
 
 @dataclass(frozen=True)
-class Origin:
+class Divergence:
     """First reading that differs, in the golden's order; `tensor` has the readings of all ranks.
 
     `direction`, `module` and `end` locate the reading. `input` is the golden reading of the module's
@@ -83,13 +83,13 @@ class Search:
     sibling modules at the same end: modules may share an input, and one of these may be more informative.
     """
 
-    origins: Mapping[str, Origin]
+    origins: Mapping[str, Divergence]
     num_right: Mapping[str, int]
     worst_right: Mapping[str, float]
     matched: frozenset[str] = frozenset()
-    beside: Mapping[str, tuple[Origin, ...]] = field(default_factory=dict)
+    beside: Mapping[str, tuple[Divergence, ...]] = field(default_factory=dict)
 
-    def observe(self, origin: Origin) -> FirstDivergence:
+    def observe(self, origin: Divergence) -> FirstDivergence:
         """Return the origin of a direction, and the matching readings before."""
         return FirstDivergence(
             direction=origin.direction,
@@ -107,7 +107,7 @@ class Search:
 
 
 @dataclass(frozen=True)
-class Known:
+class StepFindings:
     """Findings of the checks in the step, apart from modules.
 
     `gradients` has the names of the parameters with wrong gradients. `noise` is the relative error that
@@ -128,7 +128,7 @@ def find_origins(
     coordinates: Coordinates,
     tp: int,
     precision: torch.dtype,
-    known: Known | None = None,
+    known: StepFindings | None = None,
 ) -> Search:
     """Find the first reading of each direction that differs by more than rounding.
 
@@ -136,7 +136,7 @@ def find_origins(
     is no origin if an enclosing module later has the right result. `by_rank` has the readings by rank, `tp`
     is the size of tensor parallelism, and `precision` selects the bound.
     """
-    known = known or Known()
+    known = known or StepFindings()
     bound = max(READING_BOUNDS[precision], known.noise)
     in_order = sorted(golden, key=lambda reading: reading.order)
 
@@ -147,8 +147,8 @@ def find_origins(
     judged = judge_all(by_rank)
     if known.has_own_step and (scale := _find_scale(judged, bound)) != 1.0:
         judged = judge_all([_divide_gradients(each, scale) for each in by_rank])
-    origins: dict[str, Origin] = {}
-    beside: dict[str, tuple[Origin, ...]] = {}
+    origins: dict[str, Divergence] = {}
+    beside: dict[str, tuple[Divergence, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for direction in DIRECTIONS:
@@ -198,7 +198,7 @@ def _divide_gradients(read: RankReadings, scale: float) -> RankReadings:
     )
 
 
-def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
+def _has_right_input(origin: Divergence, along: Sequence[_Judged]) -> bool:
     """Return whether an input of the culprit was compared and is right.
 
     The whole model has no compared input.
@@ -209,7 +209,7 @@ def _has_right_input(origin: Origin, along: Sequence[_Judged]) -> bool:
     )
 
 
-def _list_right_inside(origin: Origin, along: Sequence[_Judged]) -> tuple[str, ...]:
+def _list_right_inside(origin: Divergence, along: Sequence[_Judged]) -> tuple[str, ...]:
     """Return the outermost modules in the culprit that were read in this direction and are never wrong."""
     inner = f"{origin.culprit}." if origin.is_of_culprit and origin.culprit else ""
     names = dict.fromkeys(
@@ -331,7 +331,7 @@ def _is_sum_of(wrong: _Judged, output: _Judged) -> bool:
     return is_same and output.error <= _LEFT_OF_PARTS * wrong.error
 
 
-def _is_passed_back(wrong: _Judged, along: Sequence[_Judged], known: Known) -> bool:
+def _is_passed_back(wrong: _Judged, along: Sequence[_Judged], known: StepFindings) -> bool:
     """Return whether a module around a wrong gradient still passes back the right gradient.
 
     Its parameters must have right gradients, too.
@@ -365,10 +365,10 @@ def _find_caller(module: str, called: Collection[str]) -> str:
     return _find_caller(around, called) if own.isdecimal() and around not in called else around
 
 
-def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Origin:
+def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Divergence:
     reading, tensor = first.reading, first.tensor
     num_wrong, num_tokens = _count_wrong(tensor, bound)
-    return Origin(
+    return Divergence(
         cast(Direction, reading.direction),
         reading.module,
         cast(End, reading.end),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeverify.explain.fitting.axes import Axes, Groups
 from moeverify.explain.fitting.components import ComponentSource
-from moeverify.explain.fitting.first_divergence import Origin, Search
+from moeverify.explain.fitting.first_divergence import Divergence, Search
 from moeverify.explain.fitting.wrong_tensor import Key, WrongTensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.collective import IssuedCollective
@@ -68,7 +68,7 @@ class DiagnosisInputs:
     earlier: Callable[[Key], Tensor | None] = lambda key: None
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
     components: ComponentSource | None = None
-    stale: Callable[[Origin], bool | None] = lambda origin: None
+    stale: Callable[[Divergence], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)
     decays: Mapping[str, float] = field(default_factory=dict)
@@ -76,11 +76,11 @@ class DiagnosisInputs:
     limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def origins(self) -> Mapping[str, Origin]:
+    def origins(self) -> Mapping[str, Divergence]:
         """Return the first divergence of each direction."""
         return self.search.origins if self.search is not None else {}
 
-    def origin_of(self, tensor: WrongTensor) -> Origin | None:
+    def origin_of(self, tensor: WrongTensor) -> Divergence | None:
         """Return the module end where a tensor was read; None if it is not a module reading."""
         search = self.search
         beside = search.beside.values() if search is not None else ()
@@ -95,7 +95,7 @@ class DiagnosisInputs:
         beside = [origin.tensor for origin in self.search.beside.get(BACKWARD, ())]
         return [other for other in beside if other.expected.ndim >= 3]
 
-    def comes_from_loss(self, origin: Origin) -> bool:
+    def comes_from_loss(self, origin: Divergence) -> bool:
         """Return whether a loss passes back a wrong gradient, that is, no earlier gradient is right.
 
         Logits receive a gradient from the lm loss alone.

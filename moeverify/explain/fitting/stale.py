@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from moeverify.cases.schema import Recipe
 from moeverify.explain.fitting.components import load_weights
-from moeverify.explain.fitting.first_divergence import Origin
+from moeverify.explain.fitting.first_divergence import Divergence
 from moeverify.train.assemble import assemble_single
 from moeverify.verification.golden.store import StoredGolden
 
@@ -17,7 +17,7 @@ _SAME = 1e-9
 
 
 def explains_stale(
-    recipe: Recipe, golden: StoredGolden, step: int, origin: Origin, device: torch.device
+    recipe: Recipe, golden: StoredGolden, step: int, origin: Divergence, device: torch.device
 ) -> bool | None:
     """Return whether the golden weights of the previous step produce the wrong output.
 
@@ -46,7 +46,9 @@ def explains_stale(
 
 
 @torch.no_grad()
-def _gives(module: nn.Module, weights: Mapping[str, Tensor], origin: Origin, device: torch.device) -> bool:
+def _gives(
+    module: nn.Module, weights: Mapping[str, Tensor], origin: Divergence, device: torch.device
+) -> bool:
     """Return whether a module with these weights produces the output that was read."""
     assert origin.input is not None
     for name, weight in module.named_parameters(recurse=False):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from moeverify.parallel.regions.observer import Observer
     from moeverify.train.data import MicroBatch
     from moeverify.train.objective import GroupSums, Losses, Normalizers
-    from moeverify.train.program import Program, ReadableState
+    from moeverify.train.program import ReadableState, TrainingProgram
 
 TP, NUM_DATA_RANKS, NUM_MICRO_BATCHES = 2, 2, 4
 
@@ -215,8 +215,8 @@ def c09_balance_by_micro_batch_size(patch: Patch) -> None:
     "C11",
     title="the balance loss follows another choice of experts",
     source="NVIDIA/Megatron-LM !3279 (cfe7b066c0)",
-    mechanism="expert fractions come from one of two choices: the plain top-k of the scores, or what groups "
-    "and bias leave",
+    mechanism="expert fractions come from one of two choices: the plain top-k of the scores, or the top-k after "
+    "groups and bias",
     trigger="groups or a selection bias",
     case=make_case("c11", dp_shard=2),
     where=(At(term="balance"), At(name="balance"), At(name="_balance")),
@@ -332,7 +332,7 @@ def c16_injected_loss_not_averaged(patch: Patch) -> None:
     def weigh_z_by_micro_batches(
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
@@ -448,7 +448,7 @@ def c21_counted_again_in_recomputation(patch: Patch) -> None:
     def read_and_clear(
         original: Original[list[Tensor]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         observer: Observer,
         step: int,

@@ -65,8 +65,8 @@ _BUCKET, _ALIGNMENT = 8192, 64  # elements
     "O02",
     title="moments are read shifted after the first bucket",
     source="NVIDIA/Megatron-LM PR #5077 (32a03b77c5)",
-    mechanism="the padding at the end of a bucket is left out of the file and counted in the offsets: what "
-    "comes after it is read too far along, and the end is filled up with zeros",
+    mechanism="the padding at the end of a bucket is left out of the file and counted in the offsets: later "
+    "values are read too far along, and the end is filled up with zeros",
     trigger="flat shards in more than one bucket",
     saver=make_saved_case("o02", dp_shard=2, data_parallel="fsdp1"),
     case=make_saved_case("o02", dp_shard=2, data_parallel="fsdp1"),

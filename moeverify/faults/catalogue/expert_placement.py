@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moeverify.parallel.placed_experts import PlacedLayer
     from moeverify.tools.placement.buckets import Bucket
     from moeverify.tools.placement.placement import Placement
-    from moeverify.train.program import Program
+    from moeverify.train.program import TrainingProgram
 
 
 BEFORE = ((0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11, 12, 13, 14, 15))
@@ -261,7 +261,7 @@ def p08_skipped_exchange(patch: Patch) -> None:
     from moeverify.train.exchange import exchange_experts
 
     @patch.replace(exchange_experts)
-    def nothing(program: Program, optimizer: Optimizer, placement: Placement) -> None:
+    def nothing(program: TrainingProgram, optimizer: Optimizer, placement: Placement) -> None:
         return None
 
 

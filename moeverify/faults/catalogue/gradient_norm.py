@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.observer import Observer
     from moeverify.train.clipping import SumOverShards
-    from moeverify.train.program import Program
+    from moeverify.train.program import TrainingProgram
 
 
 def change_gradients(patch: Patch, change: Callable[[Tensor], Tensor]) -> None:
@@ -336,7 +336,7 @@ def h10_exhausted_parameters(patch: Patch) -> None:
 
     @patch.wrap(clip)
     def clip_exhausted(
-        original: Original[None], recipe: Recipe, program: Program, observer: Observer, step: int
+        original: Original[None], recipe: Recipe, program: TrainingProgram, observer: Observer, step: int
     ) -> None:
         once: Any = iter(program.shards)
         original(recipe, replace(program, shards=once, counted=once), observer, step)

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from moeverify.parallel.plan import Parallelized
     from moeverify.train.data import MicroBatch
     from moeverify.train.objective import GroupSums, Losses, Normalizers
-    from moeverify.train.program import Program
+    from moeverify.train.program import TrainingProgram
 
 
-def divide_by(patch: Patch, count: Callable[[Program, MicroBatch, Normalizers], Tensor]) -> None:
+def divide_by(patch: Patch, count: Callable[[TrainingProgram, MicroBatch, Normalizers], Tensor]) -> None:
     """Divide the losses of each micro-batch by `count` tokens () instead of the global batch's tokens."""
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Normalizers
@@ -43,7 +43,7 @@ def divide_by(patch: Patch, count: Callable[[Program, MicroBatch, Normalizers], 
     def divided(
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
@@ -51,7 +51,7 @@ def divide_by(patch: Patch, count: Callable[[Program, MicroBatch, Normalizers], 
         return original(recipe, program, batch, chosen)
 
 
-def multiply(patch: Patch, choose: Callable[[Program], float]) -> None:
+def multiply(patch: Patch, choose: Callable[[TrainingProgram], float]) -> None:
     """Multiply all losses of each micro-batch by a factor."""
     from moeverify.train.forward import compute_losses
     from moeverify.train.objective import Losses
@@ -60,7 +60,7 @@ def multiply(patch: Patch, choose: Callable[[Program], float]) -> None:
     def multiplied(
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
@@ -362,7 +362,7 @@ def g14_gradients_of_last_micro_batch(patch: Patch) -> None:
     def forget_gradients(
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:
@@ -427,7 +427,7 @@ def g16_step_for_each_micro_batch(patch: Patch) -> None:
     def step_early(
         original: Original[tuple[Losses, Tensor | None]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         normalizers: Normalizers,
     ) -> tuple[Losses, Tensor | None]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moeverify.parallel.regions.local_shard import LocalShard
     from moeverify.parallel.regions.observer import Observer
     from moeverify.train.data import MicroBatch
-    from moeverify.train.program import Program, ReadableState
+    from moeverify.train.program import ReadableState, TrainingProgram
 
 
 @fault(
@@ -49,7 +49,7 @@ def d01_bias_moved_per_micro_batch(patch: Patch) -> None:
     def move_early(
         original: Original[list[Tensor]],
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         batch: MicroBatch,
         observer: Observer,
         step: int,
@@ -65,7 +65,7 @@ def d01_bias_moved_per_micro_batch(patch: Patch) -> None:
 
     @patch.replace(update_selection_bias)
     def report_counts(
-        moe: MoE, program: Program, counts: Sequence[Tensor], observer: Observer, step: int
+        moe: MoE, program: TrainingProgram, counts: Sequence[Tensor], observer: Observer, step: int
     ) -> None:
         for router, local in zip(program.routers, counts, strict=True):
             total = program.sums.over_tokens(local)
@@ -134,7 +134,9 @@ def d06_counts_without_tp(patch: Patch) -> None:
     from moeverify.train.routing import update_selection_bias
 
     @patch.wrap(update_selection_bias)
-    def count_own(original: Original[None], moe: MoE, program: Program, *rest: Any, **named: Any) -> None:
+    def count_own(
+        original: Original[None], moe: MoE, program: TrainingProgram, *rest: Any, **named: Any
+    ) -> None:
         sums = replace(program.sums, over_tokens=program.sums.over_batch)
         original(moe, replace(program, sums=sums), *rest, **named)
 

@@ -67,8 +67,8 @@ def _judge_cause(mutant: Mutant, case: Case, finding: Finding) -> _Verdict:
 def _judge_kind(mutant: Mutant, cause: str, *, is_about_it: bool) -> _Verdict:
     is_move = cause in _MOVES and mutant.operator in _MOVING
     if is_about_it or (is_move and cause in OPERATORS[mutant.operator].causes):
-        return "right", f"`{cause}` is what {mutant.operator} does there"
-    return "open", f"no rule says whether `{cause}` is what {mutant.operator} does there"
+        return "right", f"`{cause}` is the effect of {mutant.operator} there"
+    return "open", f"no rule says whether `{cause}` is the effect of {mutant.operator} there"
 
 
 def _judge_axes(mutant: Mutant, case: Case, axes: set[str], *, is_fitting: bool) -> _Verdict:

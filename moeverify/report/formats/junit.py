@@ -101,7 +101,7 @@ def _summarize_mismatch(case: CaseResult) -> str:
     """Return one line: the first finding, and the number of others."""
     findings = order_findings(case.findings)
     if not findings:
-        return case.reason or "the layout does not compute what its golden says"
+        return case.reason or "the results of the layout differ from its golden"
     first = findings[0]
     numbers = f"error {format_number(first.error)}, bound {format_number(first.bound)}"
     cause = f": {why}" if (why := describe_cause(first)) else ""

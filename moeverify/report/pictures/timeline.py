@@ -120,7 +120,7 @@ def _draw_rank(
 
 
 def _describe(timeline: Timeline, suspects: set[int]) -> str:
-    step = f"step {timeline.step}" if timeline.step >= 0 else "what comes before step 0"
+    step = f"step {timeline.step}" if timeline.step >= 0 else "set-up before step 0"
     counts = timeline.num_issued
     if len(set(counts)) == 1:
         parts = [f"Each of {len(counts)} ranks issued {format_count(counts[0], 'collective')} in {step}."]

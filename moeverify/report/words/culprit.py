@@ -8,7 +8,7 @@ from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, Source
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, SourceValue
 
 Row = tuple[str, str]
 """A label and a text."""
@@ -109,7 +109,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "moved": "changes the order of elements, and one device does not run it",
     "part": "computes or passes on this rank's part of a sum",
     "missing": "right results of this kind pass this call, and this one does not",
-    "member": "decides what that call takes",
+    "member": "decides the inputs of that call",
     "alone": "right results of this kind do not pass this line, and this one does",
     "collective": "the wrong result passes this collective",
     "condition": "decides whether that call runs",
@@ -227,7 +227,7 @@ def _name_line(line: CodeLine) -> str:
     )
 
 
-def _name_source(source: Source | None) -> str:
+def _name_source(source: SourceValue | None) -> str:
     """Return the origin of a value in words."""
     if source is None:
         return "a value without a counterpart on one device"
@@ -417,8 +417,8 @@ def _describe_proof(culprit: Culprit) -> str:
         return ""
     if not culprit.proved and culprit.mechanism == "value":
         return (
-            "with one device's result instead, what follows is right: the mistake is here, or in how the inputs are "
-            "arranged"
+            "with one device's result instead, all later results are right: the bug is here, or in how the inputs "
+            "are arranged"
         )
     if not culprit.proved:
         return "only the place is known: the mistake is between right inputs and the first wrong result"

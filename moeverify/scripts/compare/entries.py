@@ -18,7 +18,7 @@ from moeverify.scripts.record.read import Key, RankRecord, RecordedRun
 from moeverify.scripts.record.sketch import NUM_PROJECTIONS, sketch
 from moeverify.scripts.record.tensors import make_region
 from moeverify.verification.compare.comparison import ComparedShard
-from moeverify.verification.compare.difference import Difference, measure
+from moeverify.verification.compare.difference import TensorDifference, measure
 
 
 @dataclass(frozen=True)
@@ -179,18 +179,18 @@ def split_state(name: str) -> tuple[str, str]:
     return parameter, dot + key
 
 
-def _measure(expected: Tensor, actual: Tensor) -> Difference:
-    return Difference.from_statistics(measure(expected, actual).tolist())
+def _measure(expected: Tensor, actual: Tensor) -> TensorDifference:
+    return TensorDifference.from_statistics(measure(expected, actual).tolist())
 
 
-def _estimate(expected: Sketched, actual: Sketched) -> Difference:
+def _estimate(expected: Sketched, actual: Sketched) -> TensorDifference:
     """Return the difference of two whole tensors, estimated by the mean square difference of projections."""
     pairs = zip(expected.numbers, actual.numbers, strict=True)
     error = sum((first - second) ** 2 for first, second in pairs) / NUM_PROJECTIONS
     product = (expected.squares + actual.squares - error) / 2
     num_nonfinite = 0.0 if math.isfinite(actual.squares) else 1.0
     largest = math.sqrt(error)
-    return Difference(
+    return TensorDifference(
         actual.numel, expected.squares, actual.squares, product, error, largest, 0, 0.0, 0.0, num_nonfinite
     )
 

@@ -24,7 +24,7 @@ from moeverify.scripts.record.read import RankRecord, RecordedRun
 from moeverify.scripts.record.tensors import make_region
 from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.compare.comparison import ComparedShard
-from moeverify.verification.compare.difference import Difference, measure
+from moeverify.verification.compare.difference import TensorDifference, measure
 
 RowKey = tuple[int, ...]  # hashes of a row, one per input of the model
 
@@ -152,7 +152,7 @@ class OutputComparer:
         spot, shape = _spot(line), tuple(local.shape)
         expected, local = (each.reshape(shape[0] * shape[1], -1) for each in (expected, local))
         self._add_half(line.step, spot.label, expected, local)
-        difference = Difference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
+        difference = TensorDifference.from_statistics(measure(*_leave_out_tokens(expected, local)).tolist())
         # Rows of different passes are different parts of the batch.
         region = f"{hash(tuple(keys[number] for number in numbers)):x}:{part}"
         return ComparedShard(

@@ -28,7 +28,7 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import MicroBatch
 from moeverify.train.loop import make_batches, run_micro_batches
 from moeverify.train.objective import count_valid
-from moeverify.train.program import Program, StepInputs
+from moeverify.train.program import StepInputs, TrainingProgram
 from moeverify.verification.compare.gather import gather_on_first
 
 
@@ -99,7 +99,7 @@ class _Stepper:
 
     NUM_BATCHES = 4
 
-    def __init__(self, case: Case, program: Program) -> None:
+    def __init__(self, case: Case, program: TrainingProgram) -> None:
         self._case = case
         self._program = program
         program.engine.begin(case.recipe.optimizer, program.shards, program.optimizer_implementation)
@@ -260,13 +260,13 @@ def _forget(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def take_step(recipe: Recipe, program: Program, batches: Sequence[MicroBatch]) -> None:
+def take_step(recipe: Recipe, program: TrainingProgram, batches: Sequence[MicroBatch]) -> None:
     """Train on one global batch after `engine.begin`. Collective: all ranks of the layout."""
     add_gradients(recipe, program, batches)
     update(recipe, program)
 
 
-def add_gradients(recipe: Recipe, program: Program, batches: Sequence[MicroBatch]) -> None:
+def add_gradients(recipe: Recipe, program: TrainingProgram, batches: Sequence[MicroBatch]) -> None:
     """Run all micro-batches of a step forward and backward. Collective: all ranks of the layout."""
     normalizers = count_valid(batches, program.sums, recipe.data.batch)
     program.engine.zero_grad()
@@ -274,7 +274,7 @@ def add_gradients(recipe: Recipe, program: Program, batches: Sequence[MicroBatch
         pass  # the results of a micro-batch are not used
 
 
-def update(recipe: Recipe, program: Program) -> None:
+def update(recipe: Recipe, program: TrainingProgram) -> None:
     """Complete and clip the gradients, and step the optimizer. Collective: all ranks of the layout."""
     program.finalize()
     if recipe.optimizer.clip_norm is not None:

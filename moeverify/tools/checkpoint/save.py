@@ -38,6 +38,9 @@ def save(
     a box that several ranks hold. The folder appears when everything is on disk. It must not exist, so no
     checkpoint is ever overwritten. Collective: all ranks of `group`, by default all ranks.
 
+        save(Path("step-4"), parameters(model), {"step": 4})
+        facts = load(Path("step-4"), parameters(model))
+
     Raises: FormatError when `folder` exists; MachineError on every remaining rank when a rank could not
     write or was lost.
     """

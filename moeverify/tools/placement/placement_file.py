@@ -169,9 +169,7 @@ def _read_matrix(content: Any, path: str, problems: list[Problem]) -> Matrix:
             problems.append(Problem(message, path=f"{path}[{rank}]", remedy="write a list: [0, 3]"))
             continue
         problems += [
-            Problem(
-                f"expected an expert, got {each!r:.60}", path=f"{path}[{rank}]", remedy="write whole numbers"
-            )
+            Problem(f"expected an expert, got {each!r:.60}", path=f"{path}[{rank}]", remedy="write integers")
             for each in row
             if not _is_count(each)
         ]

@@ -221,7 +221,7 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
         if not isinstance(model, str) or any(
             type(number) is not int for number in (*layers, *values.values())
         ):
-            raise TypeError("expected whole numbers, and the name of a model")
+            raise TypeError("expected integers, and the name of a model")
         return TraceHeader(layers=layers, model=model, **values)
     except (KeyError, TypeError, ValueError, CaseError) as error:
         raise FormatError(f"{path}:1: the header of this trace is damaged: {error}") from None

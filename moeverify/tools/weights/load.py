@@ -37,7 +37,7 @@ def load_weights(
     `target` is the model under its layout, or a list of shards. Values are rounded to the dtype of the
     model, after rounding to `rounded_to` if given. Mismatches of names, shapes and dtypes are found before
     any tensor changes. Returns the number of tensors and bytes read. Not collective: every rank reads
-    independently.
+    independently. Example: `load_weights(model, "Mixtral-8x7B").num_tensors`.
 
     Raises: FormatError with the file and the key.
     """

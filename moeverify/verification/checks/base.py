@@ -30,7 +30,7 @@ from moeverify.results.comparable import comparable
 from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.bounds import Bounds, Parts
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Assembled, Coordinates, Key
@@ -61,7 +61,7 @@ class Training:
     """
 
     recipe: Recipe
-    program: Program
+    program: TrainingProgram
     layout: Layout = ALONE
     coordinates: Mapping[str, int] = field(default_factory=dict)
     golden: StoredGolden | None = None
@@ -221,7 +221,7 @@ class Check(ABC, Generic[R]):
         """
         return None
 
-    def watch(self, run: RankRun, program: Program) -> Watch[R] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[R] | None:
         """Return a watch that takes notes and reports them on this rank; None if there is nothing to note.
 
         `Watch.close` must release the program. Otherwise a second run would hold two models in memory.

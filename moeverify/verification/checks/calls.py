@@ -18,7 +18,7 @@ from moeverify.results.script import CallFacts, CallRule
 from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.rules import find_discarded, find_inner_schedule, find_kept, find_misplaced_clip
 from moeverify.train.custom_step import CustomStep
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -66,7 +66,7 @@ class Calls(Check[RankCalls]):
     name = CheckName.CALLS
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[RankCalls] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[RankCalls] | None:
         """Return a watch that reports the calls; None without a user's own step; see `Check`."""
         step = program.custom_step
         return None if step is None else CallWatch(step, program.num_micro_batches)

@@ -24,7 +24,7 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.clipping import GUARD
 from moeverify.train.engine import PlainEngine
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.compare.assembled import Key
 
@@ -144,7 +144,7 @@ class Clip(Check[dict[int, StepGradients]]):
     role = Role.ORIGIN
     recomputes_step = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, StepGradients]]:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[dict[int, StepGradients]]:
         """Return a watch that sums the squares; see `Check`."""
         # moeverify's norms are at least float32, whatever the dtype of the gradients. A framework may keep
         # the norm of each tensor in bfloat16.

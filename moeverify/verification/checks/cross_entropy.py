@@ -32,7 +32,7 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
 from moeverify.train.data import IGNORED
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import (
     Check,
@@ -102,7 +102,7 @@ class MicroBatchErrors:
 class CrossEntropyWatch(Watch[list[MicroBatchErrors]]):
     """Recomputes losses of sampled tokens after each call of the head, and compares the shown losses."""
 
-    def __init__(self, case: Case, program: Program, rank: int) -> None:
+    def __init__(self, case: Case, program: TrainingProgram, rank: int) -> None:
         self._rank = rank
         self._expected = ExpectedData(case)
         self._step = -1
@@ -210,7 +210,7 @@ class CrossEntropy(Check[list[MicroBatchErrors]]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[MicroBatchErrors]] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[list[MicroBatchErrors]] | None:
         """Return a watch that recomputes the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None

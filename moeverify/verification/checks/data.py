@@ -35,7 +35,7 @@ from moeverify.results.data import BatchField, DataFacts, Misread, MisreadOnRank
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.train.data import IGNORED
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -153,7 +153,7 @@ class DataReport:
 class DataWatch(Watch[DataReport]):
     """Keeps the data that this rank's model and loss read, and compares it after the run."""
 
-    def __init__(self, case: Case, program: Program, rank: int) -> None:
+    def __init__(self, case: Case, program: TrainingProgram, rank: int) -> None:
         self._case = case
         self._rank = rank
         self._is_own = program.custom_step is not None or case.recipe.model.reference is None
@@ -328,7 +328,7 @@ class DataCheck(Check[DataReport]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[DataReport] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[DataReport] | None:
         """Return a watch that keeps the readings; see `Check`."""
         return DataWatch(run.case, program, torch.distributed.get_rank())
 

@@ -33,7 +33,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.facts import Float8Facts, ScaleSource
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -286,7 +286,7 @@ class Float8(Check[Float8Report]):
     name = CheckName.FLOAT8
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Float8Report] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Float8Report] | None:
         """Return a watch of the operands; None if the recipe has no float8; see `Check`."""
         scaling = run.case.recipe.float8
         if scaling == "none":

@@ -34,7 +34,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.facts import GatheredFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -408,7 +408,7 @@ class GatheredWeights(Check[GatheredReport]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[GatheredReport] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[GatheredReport] | None:
         """Return a watch that compares the weights of each forward pass; see `Check`."""
         return GatheredWatch(program.model)
 

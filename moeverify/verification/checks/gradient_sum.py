@@ -33,7 +33,7 @@ from moeverify.results.facts import GradientSumFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.module_taps import hook_gradient
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import (
     Check,
@@ -179,7 +179,7 @@ class GradientSum(Check[Reports]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Reports] | None:
         """Return a watch that recomputes contributions; None where the check does not apply; see `Check`."""
         recipe, layout = run.case.recipe, run.case.layout
         # In float64 the golden has tighter bounds. In other precisions its noise leaves most gradients

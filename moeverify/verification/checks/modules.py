@@ -25,7 +25,7 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.assemble import assemble_single
 from moeverify.train.custom_subject import CustomSubject
-from moeverify.train.program import NearTieCounts, Program, compute_dtype_of
+from moeverify.train.program import NearTieCounts, TrainingProgram, compute_dtype_of
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -96,7 +96,7 @@ class ModulesWatch(Watch[ModuleReport]):
     def __init__(
         self,
         recipe: Recipe,
-        program: Program,
+        program: TrainingProgram,
         left_out: Mapping[str, str],
         alone: Callable[[], AbstractContextManager[None]] = nullcontext,
         unsummed: Collection[str] = (),
@@ -207,7 +207,7 @@ class ModulesWatch(Watch[ModuleReport]):
     def _sum_step(
         self,
         step: int,
-        narrow: Program,
+        narrow: TrainingProgram,
         modules: Mapping[str, tuple[nn.Module, nn.Module]],
         owners: Mapping[str, tuple[str, ...]],
         unit: float,
@@ -236,7 +236,7 @@ class ModulesWatch(Watch[ModuleReport]):
 
 
 @torch.no_grad()
-def _load_state(program: Program, shown: State) -> None:
+def _load_state(program: TrainingProgram, shown: State) -> None:
     """Overwrite the weights and buffers of one device with the assembled ones of all ranks."""
     known = {shard.name: shard for shard in (*program.shards, *program.buffers)}
     for name, local, region in shown:
@@ -248,7 +248,7 @@ def _load_state(program: Program, shown: State) -> None:
 
 
 def list_unreproduced(
-    recipe: Recipe, device: torch.device, train: Callable[[Program, Watch[ModuleReport]], object]
+    recipe: Recipe, device: torch.device, train: Callable[[TrainingProgram, Watch[ModuleReport]], object]
 ) -> dict[tuple[str, str], str]:
     """Return modules and gradients that one device does not reproduce in the precision of the recipe.
 
@@ -296,7 +296,7 @@ class ModuleAgreement(Check[ModuleReport]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[ModuleReport] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[ModuleReport] | None:
         """Return a watch that replays modules; None where the check does not apply; see `Check`."""
         layout = run.case.layout
         is_own = isinstance(program.subject, CustomSubject)

@@ -31,7 +31,7 @@ from moeverify.results.facts import ObjectiveFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.checks.router import Scored
@@ -89,7 +89,7 @@ class _RouterPass:
 class ObjectiveWatch(MicroBatchPasses[dict[int, LossSums], _RouterPass]):
     """Sums token losses and the inputs of the balance and z losses, without device synchronization."""
 
-    def __init__(self, program: Program, *, by_row: bool, is_whole: bool) -> None:
+    def __init__(self, program: TrainingProgram, *, by_row: bool, is_whole: bool) -> None:
         super().__init__(program.model)
         # A layout may define router losses of its own: megablocks' are means over local tokens.
         self._judges_routers = is_whole and program.own_router_losses is None
@@ -204,7 +204,7 @@ class Objective(Check[dict[int, LossSums]]):
     name = CheckName.OBJECTIVE
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[dict[int, LossSums]] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[dict[int, LossSums]] | None:
         """Return a watch that sums the losses; None for a user's model; see `Check`."""
         if not isinstance(program.subject, ReferenceSubject):
             return None

@@ -26,7 +26,7 @@ from moeverify.results.step_facts import RecomputedFacts
 from moeverify.train.custom_step import list_parameter_rates
 from moeverify.train.engine import PlainEngine
 from moeverify.train.optimizer_kinds import OPTIMIZER, OptimizerKind
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.schedule import find_factor, list_rates
 from moeverify.verification.checks.base import (
     Check,
@@ -64,10 +64,10 @@ class _State:
 class OptimizerWatch(Watch[list[RecomputedTensor]]):
     """Samples the inputs and results of each step, and recomputes the step when it is over."""
 
-    def __init__(self, recipe: Recipe, program: Program) -> None:
+    def __init__(self, recipe: Recipe, program: TrainingProgram) -> None:
         self._recipe = recipe
         self._kind: OptimizerKind = OPTIMIZER.find(recipe.optimizer.name)
-        self._program: Program | None = program
+        self._program: TrainingProgram | None = program
         self._shards: dict[tuple[str, str], LocalShard] = {}
         self._sampled: dict[tuple[str, str], Sampled] = {}
         self._clip: Tensor | None = None
@@ -267,7 +267,7 @@ class OptimizerStep(Check[list[RecomputedTensor]]):
     role = Role.ORIGIN
     recomputes_step = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[RecomputedTensor]]:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[list[RecomputedTensor]]:
         """Return a watch that samples and recomputes each optimizer step; see `Check`."""
         return OptimizerWatch(run.case.recipe, program)
 

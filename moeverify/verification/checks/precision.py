@@ -21,7 +21,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.facts import DtypeFacts, Dtypes, DtypeUse, NarrowParts, PatternFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -115,7 +115,7 @@ class Precision(Check[list[Sighting]]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[Sighting]]:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[list[Sighting]]:
         """Return a watch of the dtypes of the first step; see `Check`."""
         wanted = Wanted.of_case(run.case, run.dtypes)
         compute = compute_dtype_of(run.case.recipe.precision)

@@ -21,7 +21,7 @@ from moeverify.results.facts import DtypeUse, Keeper, ReboundFacts
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place, Stage
 from moeverify.train.engine import PlainEngine
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -60,8 +60,8 @@ class ReboundWatch(Watch[list[BoundAnew]]):
     `compares`, samples of weights are compared from the end of a step to the optimizer of the next one.
     """
 
-    def __init__(self, program: Program, *, saves: bool = False, compares: bool = False) -> None:
-        self._program: Program | None = program
+    def __init__(self, program: TrainingProgram, *, saves: bool = False, compares: bool = False) -> None:
+        self._program: TrainingProgram | None = program
         self._saves = saves
         self._compares = compares
         self._kept: dict[tuple[str, object], Tensor] = {}
@@ -155,7 +155,7 @@ class ReboundTensors(Check[list[BoundAnew]]):
     name = CheckName.REBOUND
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[BoundAnew]]:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[list[BoundAnew]]:
         """Return a watch that records rebound parameters; see `Check`."""
         case = run.case
         compares = case.recipe.model.reference is None and case.checks.steps != "forced"

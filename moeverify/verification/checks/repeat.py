@@ -10,7 +10,7 @@ from torch import Tensor
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, CheckName
 from moeverify.results.finding import Finding
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -102,7 +102,7 @@ class Repeat(Check[list[Key]]):
     name = CheckName.REPEAT
     role = Role.CONSEQUENCE
 
-    def watch(self, run: RankRun, program: Program) -> Watch[list[Key]] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[list[Key]] | None:
         """Return a watch that runs the layout again; None if the case does not repeat; see `Check`."""
         num_steps = _count_repeated(run.case.checks.repeat, run.case.recipe.steps)
         return _SecondRun(run, num_steps) if num_steps else None

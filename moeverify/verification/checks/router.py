@@ -24,7 +24,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import RouterFacts
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
 from moeverify.verification.checks.router_passes import RouterPasses
@@ -285,7 +285,7 @@ class RouterChoice(Check[Reports]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Reports] | None:
         """Return a watch that scores tokens again; see `Check`."""
         routers = any(isinstance(module, Router) for module in program.model.modules())
         # Every rank of the layout must report, also a pipeline stage without routers.

@@ -30,7 +30,7 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
 from moeverify.train.module_taps import hook_gradient
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.reference_subject import ReferenceSubject
 from moeverify.verification.checks.base import (
     Check,
@@ -240,7 +240,7 @@ class RouterGradient(Check[Reports]):
     role = Role.ORIGIN
     sees_inside = True
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Reports] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Reports] | None:
         """Return a watch that records gradients; None where the check does not apply; see `Check`."""
         moe = run.case.recipe.model.moe
         # A pipeline stage has several micro-batches in flight and does not show their rows.

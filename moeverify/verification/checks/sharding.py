@@ -19,7 +19,7 @@ from moeverify.results.checks import CheckName, Kind
 from moeverify.results.facts import AxisUse, AxisUses, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.trace import CollectiveRecord
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -152,7 +152,7 @@ class Sharding(Check[Issued]):
     name = CheckName.SHARDING
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Issued] | None:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Issued] | None:
         """Return a watch that counts collectives, under a user's own `parallelize`; see `Check`."""
         return _StepCollectives(run.trace) if run.case.layout.parallelize is not None else None
 

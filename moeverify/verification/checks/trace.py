@@ -15,7 +15,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.facts import NumCollectives
 from moeverify.results.finding import Finding
 from moeverify.results.place import Place
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import (
     Check,
     CheckOutcome,
@@ -66,7 +66,7 @@ class Trace(Check[Pages]):
     name = CheckName.TRACE
     role = Role.ORIGIN
 
-    def watch(self, run: RankRun, program: Program) -> Watch[Pages]:
+    def watch(self, run: RankRun, program: TrainingProgram) -> Watch[Pages]:
         """Return a watch that reports the trace; see `Check`."""
         return _TraceReport(run.trace)
 

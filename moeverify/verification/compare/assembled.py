@@ -10,7 +10,7 @@ from functools import cached_property
 from moeverify.garbage import uncollected
 from moeverify.results.comparable import comparable
 from moeverify.verification.compare.comparison import ComparedShard
-from moeverify.verification.compare.difference import Difference
+from moeverify.verification.compare.difference import TensorDifference
 
 Key = tuple[int, str, str]  # step, kind, name
 Coordinates = Mapping[int, Mapping[str, int]]
@@ -40,7 +40,7 @@ class Assembled:
         return worst
 
     @cached_property
-    def difference(self) -> Difference:
+    def difference(self) -> TensorDifference:
         """Return the difference over the whole logical tensor.
 
         Each region counts once, by its worst replica. Every element then has the same weight in a relative

@@ -16,7 +16,7 @@ from moeverify.parallel.regions.observer import Named
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
 from moeverify.verification.compare.batch import BitFingerprints, Differences
-from moeverify.verification.compare.difference import Difference, Measured, Read
+from moeverify.verification.compare.difference import Measured, Read, TensorDifference
 
 
 class ExpectedValues(Protocol):
@@ -55,7 +55,7 @@ class ComparedShard:
     local_shape: tuple[int, ...]
     state: str
     bits: int
-    difference: Difference
+    difference: TensorDifference
     index: tuple[int, ...] = ()
     is_estimated: bool = False
     block: tuple[range, ...] = ()
@@ -105,7 +105,7 @@ class Comparison:
             measured = next(found[id(measurer)])
             known = measured.known or kind in ZERO_KINDS
             state = "absent" if absent else "compared" if known else "unexpected"
-            difference = Difference.from_statistics(measured.statistics)
+            difference = TensorDifference.from_statistics(measured.statistics)
             index = region.global_index(int(difference.position)) if difference.max_error > 0 else ()
             yield ComparedShard(
                 step,

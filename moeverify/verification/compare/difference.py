@@ -25,7 +25,7 @@ STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: distinguishes equal wo
 
 
 @dataclass(frozen=True)
-class Difference:
+class TensorDifference:
     """Statistics of `actual` against `expected` over some elements of one logical tensor.
 
     `position` is the row-major position, in the local shard, of the element with the largest error.
@@ -45,7 +45,7 @@ class Difference:
     num_nonfinite: float
 
     @classmethod
-    def from_statistics(cls, statistics: Sequence[float]) -> Difference:
+    def from_statistics(cls, statistics: Sequence[float]) -> TensorDifference:
         """Return the difference from the statistics that `measure` computes."""
         return cls(*statistics)
 
@@ -53,10 +53,10 @@ class Difference:
         """Return the statistics in the order of `from_statistics`."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
-    def merge(self, other: Difference) -> Difference:
+    def merge(self, other: TensorDifference) -> TensorDifference:
         """Return the difference over the union of two disjoint sets of elements."""
         worst = self if self.max_error >= other.max_error else other
-        return Difference(
+        return TensorDifference(
             self.count + other.count,
             self.sum_expected2 + other.sum_expected2,
             self.sum_actual2 + other.sum_actual2,
@@ -96,7 +96,7 @@ Read = Callable[[], Tensor | None]
 
 @dataclass(frozen=True)
 class Measured:
-    """The result for one shard: the fields of a `Difference`, its hash, and whether the golden has it."""
+    """The result for one shard: the fields of a `TensorDifference`, its hash, and whether the golden has it."""
 
     statistics: list[float]
     bits: int
@@ -107,7 +107,7 @@ def measure(expected: Tensor, actual: Tensor) -> Tensor:
     """Return the statistics of `actual` against `expected`.
 
     Both tensors have the same shape and any dtype. The result is (NUM_STATISTICS,) float64 on the device of
-    `actual`, in the order of the fields of `Difference`.
+    `actual`, in the order of the fields of `TensorDifference`.
 
     Raises: ValueError when the shapes differ.
     """

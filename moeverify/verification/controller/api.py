@@ -84,17 +84,17 @@ def verify(
 ) -> Verification:
     """Return the differences between training under a layout and training on a single device.
 
+    Example: `verify(make, parallelize=parallelize, vocab_size=96, layout={"tp": 2}).ok`.
+
     `model(**arguments)` creates the model. `parallelize(model, mesh)` is the user's parallel code. Without
     it the model is wrapped by DDP, FSDP1 or FSDP2. `step(model, optimizer, micro_batches)` performs an
     optimizer step, if given. A function is passed as an object or as `package.module:function`. The ranks
     import it, so it must be defined at the top level of a module. `layout`, `optimizer` and `checks` have
     the same fields as in a case file, and so have the other arguments. With `escalate`, a finding below
-    float64 without a certain cause and an undecided result are examined in wider precisions, as in
-    `moeverify run`. A passing result is not, because the model may use a fixed dtype of its own. With
+    float64 without a certain cause and an undecided result are examined in wider precisions. With
     `allow_undecided`, an undecided result is `ok`.
 
-    Raises: CaseError when the case is invalid; MachineError when this machine supports too few ranks or
-    when this process is itself one of several ranks.
+    Raises: CaseError for an invalid case; MachineError with too few ranks, or in one of several ranks.
     """
     if external_world() is not None:
         raise MachineError("verify() starts its own ranks; under torchrun or srun use `moeverify run CASE`")
@@ -125,6 +125,8 @@ def verify_cases(
     *paths: str | Path, device: Literal["auto", "cpu", "cuda"] = "auto"
 ) -> dict[str, Verification]:
     """Return the verification of each case of these files and folders, by name; one launch serves all.
+
+    Example: `assert all(each.ok for each in verify_cases("cases").values())`.
 
     Raises: CaseError when a case is invalid; MachineError when this process is itself one of several ranks.
     """

@@ -20,7 +20,7 @@ from moeverify.parallel.regions.observer import Observer
 from moeverify.results.facts import DtypeUse, names_operation
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.train.program import Program, compute_dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of
 from moeverify.verification.checks.base import ALONE, Check, RankRun, ShownTensors, Training, Watch
 from moeverify.verification.checks.bounds import Bounds
 from moeverify.verification.checks.dtype_watch import DtypeWatch
@@ -68,7 +68,9 @@ def record_dtypes(recipe: Recipe, device: torch.device) -> Dtypes:
     return found | {(DtypeUse.UNREPRODUCED, name, part): why for (name, part), why in left_out.items()}
 
 
-def _train_watched(recipe: Recipe, program: Program, *watches: Watch[Any], num_steps: int = 1) -> None:
+def _train_watched(
+    recipe: Recipe, program: TrainingProgram, *watches: Watch[Any], num_steps: int = 1
+) -> None:
     with open_observers(Training(recipe, program), Unseen(), (), watches) as observer:
         train(recipe, program, observer, num_steps=num_steps)
 

@@ -19,12 +19,12 @@ from moeverify.results.checks import ZERO_KINDS, Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
-from moeverify.train.program import NearTieCounts, Program
+from moeverify.train.program import NearTieCounts, TrainingProgram
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, Training
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.compare.comparison import Comparison
-from moeverify.verification.compare.difference import Difference
+from moeverify.verification.compare.difference import TensorDifference
 from moeverify.verification.golden.noise import (
     EPSILON,
     FREE_KEY,
@@ -99,7 +99,7 @@ def calibrate(
     return noise | (_measure_narrow(recipe, reference, checks, device) if has_narrow_parts else {})
 
 
-def _measure_storage(recipe: Recipe, program: Program, reference: StoredGolden) -> dict[str, float]:
+def _measure_storage(recipe: Recipe, program: TrainingProgram, reference: StoredGolden) -> dict[str, float]:
     """Return the error of each update by rounding the golden's weight after it, by `storage_key`."""
     found: dict[str, float] = {}
     for step in range(recipe.steps):
@@ -141,7 +141,9 @@ def _measure_narrow(
     return found
 
 
-def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[tuple[PerturbedRun, Program]]:
+def perturbed_programs(
+    recipe: Recipe, device: torch.device
+) -> Iterator[tuple[PerturbedRun, TrainingProgram]]:
     """Yield single-device programs that compute the recipe's answer up to rounding, with their names.
 
     These are
@@ -172,7 +174,7 @@ def perturbed_programs(recipe: Recipe, device: torch.device) -> Iterator[tuple[P
         yield "float8", program
 
 
-def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[Program]:
+def perturbed_scales(recipe: Recipe, device: torch.device) -> Iterator[TrainingProgram]:
     """Yield single-device programs that compute the recipe's answer up to rounding to float8.
 
     A scale over several tokens includes the tokens of one rank. Single rows are the finest split by
@@ -204,7 +206,7 @@ def can_accumulate(recipe: Recipe) -> bool:
 
 
 @torch.no_grad()
-def _nudge(program: Program, epsilon: float, seed: int) -> None:
+def _nudge(program: TrainingProgram, epsilon: float, seed: int) -> None:
     """Change every weight up or down by one unit in the last place of a number of its size."""
     for shard in program.shards:
         local = shard.local()
@@ -220,7 +222,7 @@ def _is_odd(key: int, index: Tensor) -> Tensor:
 
 def measure_noise(
     recipe: Recipe,
-    program: Program,
+    program: TrainingProgram,
     reference: StoredGolden,
     checks: Sequence[Check[Any]] = (),
     *,
@@ -243,7 +245,7 @@ def measure_noise(
             replay_routing=replays_routing(recipe),
             forced=forced,
         )
-    totals: dict[str, tuple[str, Difference]] = {}
+    totals: dict[str, tuple[str, TensorDifference]] = {}
     for entry in comparison.entries():
         if entry.step == INITIAL:
             continue

@@ -28,7 +28,7 @@ from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.target import is_users
 from moeverify.verification.compare.comparison import Comparison, ExpectedValues
 
@@ -73,7 +73,7 @@ _KINDS = (Kind.TOKEN_LOSS, Kind.LOSS, Kind.GRADIENT)
 class _Variant:
     """A program that must give the same answer; `when` and `remedy` are for the error message otherwise."""
 
-    program: Program
+    program: TrainingProgram
     when: str
     remedy: str
 

@@ -26,7 +26,7 @@ from moeverify.train.assemble import fill_initial
 from moeverify.train.clipping import clip_gradients
 from moeverify.train.data import whole_share
 from moeverify.train.optimizer import optimizer_state
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.train.routers import find_routers
 from moeverify.train.routing import update_selection_bias
 from moeverify.train.state import TrainingState
@@ -62,7 +62,7 @@ class Unit:
         self.stage = stage
         if compute_dtype_of(numerics.compute) != dtype:
             narrow_model(stage, compute_dtype_of(numerics.compute))
-        self.program = Program(
+        self.program = TrainingProgram(
             subject=subject_of(recipe),
             model=stage,
             shards=parameters(stage),

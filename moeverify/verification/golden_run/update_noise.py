@@ -37,7 +37,7 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import SCALAR, load_state
 from moeverify.train.optimizer import optimizer_state
 from moeverify.train.optimizer_kinds import OPTIMIZER
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.state import TrainingState
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.golden.noise import sign_flip_key, squares_key, update_drift_key
@@ -203,7 +203,7 @@ def _replay(
 
 
 def _fill_gradients(
-    program: Program,
+    program: TrainingProgram,
     reference: StoredGolden,
     noise: GradientNoise | None,
     step: int,

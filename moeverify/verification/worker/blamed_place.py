@@ -25,7 +25,7 @@ from moeverify.parallel.regions.passes import Passes
 from moeverify.parallel.regions.placement import is_partial, local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading, Tap, list_floats
-from moeverify.train.program import Program, dtype_of
+from moeverify.train.program import TrainingProgram, dtype_of
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.jobs import BlamedPlace, StopPoint
 from moeverify.verification.launch.single_rank_world import single_rank_world
@@ -91,7 +91,7 @@ class BlamedStop:
         self,
         case: Case,
         rank: int,
-        program: Program,
+        program: TrainingProgram,
         place: BlamedPlace,
         expected: Sequence[Reading],
         stop: Stop,

@@ -19,12 +19,12 @@ from moeverify.parallel.regions.sketch import MOMENTS, WIDTH, BlockGrid
 from moeverify.results.checks import UNCOMPARED_KINDS
 from moeverify.verification.compare.assembled import Key
 from moeverify.verification.compare.comparison import ComparedShard, Comparison
-from moeverify.verification.compare.difference import NUM_STATISTICS, Difference, fingerprint_bits
+from moeverify.verification.compare.difference import NUM_STATISTICS, TensorDifference, fingerprint_bits
 from moeverify.verification.golden.sketched import add_sketches, make_sketch, measure_squares
 from moeverify.verification.golden.store import StoredGolden, tensor_key
 
 _NONFINITE, _SQUARE = MOMENTS.index("nonfinite"), MOMENTS.index("square")
-_UNKNOWN = Difference.from_statistics([0.0] * NUM_STATISTICS)
+_UNKNOWN = TensorDifference.from_statistics([0.0] * NUM_STATISTICS)
 
 
 @dataclass(frozen=True)

@@ -12,31 +12,31 @@ import torch.distributed as dist
 
 from moeverify.cases.axes.groups import list_degrees, list_groups
 from moeverify.cases.schema import Case
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.fitting.diagnosis import is_apart, origin_step
 from moeverify.explain.fitting.failure import describe_failure
 from moeverify.explain.fitting.place import stage_of
 from moeverify.explain.program import Program
-from moeverify.results.cause import Cause as Code
+from moeverify.results.cause import Cause
 from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
 from moeverify.results.operation import Unreduced
 from moeverify.results.place import Place
-from moeverify.train.program import Program as Training
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Judgement
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.operators import keep_operators
 from moeverify.verification.worker.recorded import record_one_device, record_ranks
 
-_PHASES = (Code.FORWARD, Code.BACKWARD, Code.OPTIMIZER)
+_PHASES = (Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER)
 """Finding codes that only name a part of the step. The first wrong operation knows it better."""
 
-_KEPT = (Code.NORM, Code.REPLICAS)
+_KEPT = (Cause.NORM, Cause.REPLICAS)
 """Finding codes that are kept, since they say more than the kind of the wrong operation."""
 
 
@@ -79,7 +79,7 @@ def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
 
 
 def record_origin(
-    case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
+    case: Case, golden: StoredGolden, assemble: Callable[[], TrainingProgram], step: int
 ) -> Recorded | None:
     """Record the programs of all ranks up to the end of `step`. Return them on rank 0, None on other ranks.
 
@@ -118,7 +118,7 @@ def find_culprits(
         return Found()
     found, step = Found(), recorded.step
 
-    def note(causes: Sequence[Cause]) -> Found:
+    def note(causes: Sequence[OperatorCause]) -> Found:
         nonlocal found
         made = [(culprits.make(cause), [target.mark[1:] for target in cause.targets]) for cause in causes]
         is_complete = explainer.is_done and all(culprit.proved for culprit, _ in made)
@@ -246,7 +246,7 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
 
 def _says_what(finding: Finding) -> bool:
     """Return whether a finding names the operation, or says that replicas were initialized differently."""
-    return finding.names_operation or finding.code == Code.REPLICAS
+    return finding.names_operation or finding.code == Cause.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

@@ -20,7 +20,7 @@ from moeverify.faults.injection import injected
 from moeverify.parallel.meshes import build_meshes
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import CheckName, Kind
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.registry import choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -124,7 +124,7 @@ def _find_caller() -> FrameType:
     return frame
 
 
-def has_part(at: StopPoint, program: Program) -> bool:
+def has_part(at: StopPoint, program: TrainingProgram) -> bool:
     """Return whether a rank produces the tensor.
 
     Tensors that belong to neither parameters nor modules are produced by every rank.

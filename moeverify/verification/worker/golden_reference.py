@@ -22,12 +22,12 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.parallel.regions.placement import local_part
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS, Kind
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.bounds import FLOOR, Bounds, Norms
 from moeverify.verification.checks.golden_tensors import GoldenTensors, find_unit
 from moeverify.verification.checks.registry import KIND_ORDER, check_of
-from moeverify.verification.compare.difference import Difference, measure
+from moeverify.verification.compare.difference import TensorDifference, measure
 from moeverify.verification.golden.store import StoredGolden, tensor_key
 from moeverify.verification.worker.blamed_place import ModuleValue
 from multiprocessing_pdb.rank.reference import ReferenceRow
@@ -74,7 +74,7 @@ class GoldenReference(Watch[None]):
     """
 
     def __init__(
-        self, program: Program, golden: StoredGolden, bounds: Bounds, *, waits: bool = False
+        self, program: TrainingProgram, golden: StoredGolden, bounds: Bounds, *, waits: bool = False
     ) -> None:
         self._program = program
         self._golden = golden
@@ -155,7 +155,7 @@ class GoldenReference(Watch[None]):
                 return None
             local = torch.zeros(known.region.local_shape) if known.local is None else known.local.detach()
             statistics = measure(expected, local.reshape(known.region.local_shape))
-        difference = Difference.from_statistics(statistics.tolist())
+        difference = TensorDifference.from_statistics(statistics.tolist())
         norm, bound = self._find_bound(known)
         differs = difference.max_error > 0 or difference.num_nonfinite > 0
         return ReferenceRow(

@@ -26,7 +26,7 @@ from moeverify.explain.fitting.capture import LIMIT, Capture, Captured, assemble
 from moeverify.explain.fitting.components import Components, make_components
 from moeverify.explain.fitting.diagnosis import diagnose, origin_step
 from moeverify.explain.fitting.failure import keep_verdict
-from moeverify.explain.fitting.first_divergence import Known, Search, find_origins
+from moeverify.explain.fitting.first_divergence import Search, StepFindings, find_origins
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.rank_readings import RankReadings
 from moeverify.explain.fitting.stale import explains_stale
@@ -43,7 +43,7 @@ from moeverify.results.timeline import Timeline
 from moeverify.train.data import MicroBatch, Share, make_batch, whole_share
 from moeverify.train.module_taps import Reading, Tap
 from moeverify.train.optimizer_kinds import OPTIMIZER
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.verification.checks.base import Judgement, Role
 from moeverify.verification.checks.registry import CHECKS, choose_checks
 from moeverify.verification.collectives.trace import CollectiveTrace
@@ -59,7 +59,7 @@ from moeverify.verification.worker.timeline import (
     note_timeline,
 )
 
-Assemble = Callable[[], Program]
+Assemble = Callable[[], TrainingProgram]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ _KINDS = tuple(
 def _rerun(
     case: Case,
     golden: StoredGolden,
-    program: Program,
+    program: TrainingProgram,
     step: int,
     keys: Sequence[Key],
     trace: CollectiveTrace,
@@ -307,11 +307,11 @@ def _component_source(
     return cache(lambda: make_components(case, golden, step, device))
 
 
-def _find_known(judgement: Judgement, step: int, *, has_own_step: bool) -> Known:
+def _find_known(judgement: Judgement, step: int, *, has_own_step: bool) -> StepFindings:
     """Return the results of the checks in a step that the search uses: wrong gradients, loss, noise."""
     found = [each for each in judgement.findings if each.step == step]
     wrong = [each for each in found if each.check == CheckName.GRADIENT]
-    return Known(
+    return StepFindings(
         gradients=frozenset(each.tensor for each in wrong),
         loss_differs=any(each.kind in (Kind.LOSS, Kind.TOKEN_LOSS) for each in found),
         noise=min((each.bound for each in wrong), default=0.0),
@@ -320,7 +320,7 @@ def _find_known(judgement: Judgement, step: int, *, has_own_step: bool) -> Known
 
 
 def _search(
-    case: Case, evidence: Evidence, read_right: Callable[[], list[Reading]], known: Known
+    case: Case, evidence: Evidence, read_right: Callable[[], list[Reading]], known: StepFindings
 ) -> Search | None:
     if compute_dtype_of(case.recipe.precision) is torch.bfloat16 or evidence.step == INITIAL:
         return None  # bfloat16 rounding hides the first difference

@@ -12,7 +12,7 @@ from moeverify.cases.schema import Case
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.results.load import ExpertLoad
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.rebalancing import count_copies
 from moeverify.verification.checks.base import Watch
 
@@ -26,7 +26,7 @@ class LoadWatch(Watch[Copies]):
     Padding tokens are counted. It issues no collective during the run.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TrainingProgram) -> None:
         self._routers = {router.name: router for router in program.routers}
         self._copies: Copies = {}
 

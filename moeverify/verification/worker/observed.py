@@ -13,7 +13,7 @@ from moeverify.cases.axes.mesh import MeshPlan
 from moeverify.cases.schema import Case
 from moeverify.parallel.regions.observer import Observer
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, Training, Watch
 from moeverify.verification.checks.bounds import Bounds
@@ -25,7 +25,7 @@ from multiprocessing_pdb.rank.reference import Reference
 def train_observed(
     case: Case,
     golden: StoredGolden,
-    program: Program,
+    program: TrainingProgram,
     observer: Observer,
     checks: Sequence[Check[Any]],
     watches: Sequence[Watch[Any]] = (),

@@ -10,7 +10,7 @@ from pathlib import Path
 from moeverify.cases.axes.describe import describe_layout
 from moeverify.cases.schema import Case
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.explain import Explainer
 from moeverify.explain.known import Known
 from moeverify.explain.operator_lists import Listed, list_operators, name_value
@@ -33,7 +33,7 @@ def keep_operators(
     explainer: Explainer,
     programs: Sequence[Program],
     one: Program,
-    causes: Sequence[Cause],
+    causes: Sequence[OperatorCause],
     path: Path,
     seconds: float,
 ) -> str:
@@ -54,7 +54,7 @@ def _make_table(
     explainer: Explainer,
     programs: Sequence[Program],
     one: Program,
-    causes: Sequence[Cause],
+    causes: Sequence[OperatorCause],
     seconds: float,
 ) -> OperatorTable:
     step = explainer.step

@@ -17,14 +17,19 @@ from moeverify.explain.record import Recorder
 from moeverify.train.assemble import assemble_single
 from moeverify.train.data import MicroBatch, Share
 from moeverify.train.loop import train
-from moeverify.train.program import Program as Training
+from moeverify.train.program import TrainingProgram
 from moeverify.train.subject import TestedModel
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.golden.store import StoredGolden
 
 
 def record(
-    recipe: Recipe, golden: StoredGolden, assemble: Callable[[], Training], step: int, *, forced: bool = False
+    recipe: Recipe,
+    golden: StoredGolden,
+    assemble: Callable[[], TrainingProgram],
+    step: int,
+    *,
+    forced: bool = False,
 ) -> Program:
     """Return the recorded program of this process up to the end of a step. Collective where `assemble` is."""
     recorder = Recorder()
@@ -70,7 +75,7 @@ class _QuietBatches:
 
 
 def record_ranks(
-    case: Case, golden: StoredGolden, assemble: Callable[[], Training], step: int
+    case: Case, golden: StoredGolden, assemble: Callable[[], TrainingProgram], step: int
 ) -> list[Program] | None:
     """Record the programs of all ranks. Return them on rank 0, None elsewhere. Collective: all ranks."""
     found = record(case.recipe, golden, assemble, step, forced=case.checks.steps == "forced")

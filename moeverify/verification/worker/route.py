@@ -34,7 +34,7 @@ from moeverify.train.assemble import assemble_parallel
 from moeverify.train.data import MicroBatch
 from moeverify.train.loop import make_batches, run_micro_batches, train_step
 from moeverify.train.objective import count_valid
-from moeverify.train.program import Program, StepInputs
+from moeverify.train.program import StepInputs, TrainingProgram
 from moeverify.train.routers import RouterView
 from moeverify.train.state import TrainingState
 from moeverify.verification.compare.gather import gather_on_first
@@ -126,7 +126,7 @@ class _Calls:
     computed: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
-def _watch(program: Program, layer: int, ep_coordinate: int) -> _Calls | None:
+def _watch(program: TrainingProgram, layer: int, ep_coordinate: int) -> _Calls | None:
     """Record the calls of a layer's dispatcher and experts. None if this rank has no part of the layer."""
     for name, module in program.model.named_modules():
         found = _LAYER.search(logical_name(name))

@@ -29,7 +29,7 @@ from moeverify.results.operation import OwnValues
 from moeverify.results.run import TimePart
 from moeverify.results.timeline import Timeline
 from moeverify.train.assemble import assemble_parallel
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.schedule import list_rates
 from moeverify.train.subjects import replays_routing
 from moeverify.verification.checks.base import Check, CheckOutcome, Judgement, RankRun, ShownTensors, Watch
@@ -238,12 +238,12 @@ class Assembly:
         layout = self.case.layout.model_copy(update={"graphs": "none"})
         return replace(self, case=self.case.model_copy(update={"layout": layout}))
 
-    def again(self) -> Program:
+    def again(self) -> TrainingProgram:
         """Return the program of a further run, after the memory of the previous one is free."""
         gc.collect()  # reference cycles would keep its model alive
         return self()
 
-    def __call__(self) -> Program:
+    def __call__(self) -> TrainingProgram:
         self.settings.restore()
         return assemble_parallel(self.case.recipe, self.case.layout, self.meshes, self.device)
 
@@ -327,7 +327,7 @@ def _observe(
 def _train(
     case: Case,
     golden: StoredGolden,
-    program: Program,
+    program: TrainingProgram,
     observer: Observer,
     checks: Sequence[Check[Any]],
     watches: Sequence[Watch[Any]] = (),

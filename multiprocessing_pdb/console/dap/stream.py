@@ -109,12 +109,12 @@ class EditorStream:
             if not end:
                 known = b"Content-Length: "[: len(header)]
                 if not header.startswith(known) or len(header) > _MOST_HEADER_BYTES:
-                    raise StreamError("what came is no message of the Debug Adapter Protocol")
+                    raise StreamError("the received data is no message of the Debug Adapter Protocol")
                 return
             match = _HEADER.fullmatch(bytes(header))
             length = int(match.group(1)) if match else -1
             if not 0 < length <= _MOST_BYTES:
-                raise StreamError("what came is no message of the Debug Adapter Protocol")
+                raise StreamError("the received data is no message of the Debug Adapter Protocol")
             begin = len(header) + len(end)
             if len(self._received) < begin + length:
                 return

@@ -125,7 +125,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         (folder / f"{name}.yaml").write_text(
             f"recipe:\n  name: {model}\n  model: {{factory: 'mixed_models:{model}', vocab_size: 32}}\n"
             "  data: {batch: 8, seq_len: 8, min_valid: 0.5}\n  precision: mixed\n"
-            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0}}\n"
+            f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0, repeat: never}}\n"
         )
     return run_files([folder], folder)
 

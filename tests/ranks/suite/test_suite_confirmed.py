@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from moeverify.verification.controller.run import run_cases
 
 pytestmark = pytest.mark.timeout(900)
 NARROW = make_case("narrow", model={"num_layers": 2}, recipe={"precision": "bfloat16"}, dp_shard=2)
+# These tests are about verdicts of two precisions: no search for the first wrong operation.
+OPTIONS = RunOptions(device="cpu", golden_folder=Path("no", "goldens"), explain_seconds=0.0)
 # The same recipe.
 FILE = """\
 recipe:
@@ -43,7 +46,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("fault", [None, "suite_faults:round_frequencies"])
 def test_a_wrong_layout_that_bfloat16_hides_is_found_in_float64(cache: Path, fault: str | None) -> None:
-    options = RunOptions(device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"), fault=fault)
+    options = replace(OPTIONS, cache_folder=cache, fault=fault)
     result = run_cases([NARROW], options, lambda event: None)
     assert result is not None
     assert result.verdict == "pass"
@@ -74,7 +77,7 @@ def test_the_benchmark_says_what_its_own_precision_hides(cache: Path) -> None:
         expected=expected,
         inject=round_frequencies,
     )
-    options = RunOptions(device="cpu", cache_folder=cache)
+    options = replace(OPTIONS, cache_folder=cache)
     (own,) = run_faults([fault], options, lambda event: None)
     assert (own.detected, own.found_in) == (False, "")
     (row,) = run_faults([fault], options, lambda event: None, escalates=True)
@@ -91,7 +94,7 @@ def test_what_is_kept_is_the_verdict_of_both_precisions(
     case.write_text(FILE)
     assert load_cases([case])[0].recipe.fingerprint() == NARROW.recipe.fingerprint()
     words = ["run", case, "--keep", kept, "--cache", cache, "--fault", "suite_faults:round_frequencies"]
-    words += ["--device", "cpu", "--no-require-goldens"]
+    words += ["--device", "cpu", "--no-require-goldens", "--explain-seconds", 0]
     for again in (False, True):
         told = CliRunner().invoke(build_app(), [str(word) for word in words])
         assert told.exit_code == 1, told.output

@@ -19,7 +19,11 @@ def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
     # Gradients of experts are multiplied by the number of all ranks.
     fault = load_faults()["A01"]
     options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
+        device="cpu",
+        cache_folder=tmp_path,
+        golden_folder=Path("no", "goldens"),
+        fault=fault.target,
+        explain_seconds=0.0,  # a formula names the axes
     )
     result = run_cases([fault.case], options, lambda event: None)
     (before,) = [finding for finding in result.cases[0].findings if not finding.follows]

@@ -193,7 +193,7 @@ def test_a_broken_file_fails_as_it_is_collected_with_all_its_problems(project: A
     assert done.code == 2
     for line in (
         "cases/broken.yaml:1: recipee: unknown field `recipee`; did you mean `recipe`?",
-        "cases/broken.yaml:3: layout.tp: expected a whole number",
+        "cases/broken.yaml:3: layout.tp: expected an integer",
         "cases/broken.yaml:4: layout.cpp: unknown field `cpp`; did you mean `pp`?",
         "cases/twin.yaml:1: name: the name `good` is also that of cases/good.yaml",
         "cases/bytes.yaml:3: this file is not UTF-8 text",

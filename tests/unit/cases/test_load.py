@@ -304,7 +304,7 @@ def test_error_text_holds_one_problem_a_line(write):
     with pytest.raises(CaseError) as caught:
         load_cases([file])
     assert str(caught.value).splitlines() == [
-        f"{file}:2: layout.tp: expected a whole number of at least 1, got `x`",
+        f"{file}:2: layout.tp: expected an integer >= 1, got `x`",
         f"{file}:2: layout.cp: recipe.data.seq_len 16 is not divisible by 6 (2 x cp, for the zigzag split); "
         "set recipe.data.seq_len to a multiple of 6, such as 18",
     ]

@@ -132,8 +132,8 @@ def test_only_chosen_cases_are_changed(write, find_problems):
         ("layout.tp", "", "expected `path=value`, got `layout.tp`", "write for example `layout.tp=2`"),
         ("=2", "", "expected `path=value`, got `=2`", ""),
         ("layout.tp=[", "layout.tp", "the text ends too early", ""),
-        ("layout.tp=two", "layout.tp", "expected a whole number of at least 1, got `two`", ""),
-        ("layout.tp=", "layout.tp", "expected a whole number of at least 1, got nothing", ""),
+        ("layout.tp=two", "layout.tp", "expected an integer >= 1, got `two`", ""),
+        ("layout.tp=", "layout.tp", "expected an integer >= 1, got nothing", ""),
         (
             "layout.tp=3",
             "layout.tp",

@@ -10,7 +10,7 @@ from recordings import MARK, data_of, find_input, find_result, list_ops, make, r
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
@@ -152,7 +152,7 @@ def test_a_wrong_number_is_found_on_its_rank_and_proved(
     one: Program, wrong: dict[str, float], expression: str
 ) -> None:
     explainer = Explainer([record_rank(0), record_rank(1, **wrong)], one, 0, [])
-    heard: list[tuple[int, list[Cause]]] = []
+    heard: list[tuple[int, list[OperatorCause]]] = []
     (cause,) = explainer.explain(30.0, on_place=lambda places: heard.append((explainer.tried, places)))
     ((tried, (place,)),) = heard
     assert (tried, place.repairs) == (0, [])

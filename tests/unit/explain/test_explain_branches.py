@@ -9,7 +9,7 @@ import torch
 from recordings import make, record_call
 from torch import Tensor, nn
 
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import Program
@@ -35,7 +35,7 @@ def record(run: Callable[[Tensor, int], dict[str, Tensor]], on_ranks: int, kind:
     return recorder.program
 
 
-def find_causes(ranks: list[Program], one: Program) -> tuple[list[Cause], Explainer]:
+def find_causes(ranks: list[Program], one: Program) -> tuple[list[OperatorCause], Explainer]:
     explainer = Explainer(ranks, one, 0, (2.0,))
     causes = explainer.explain(20, proves=False)
     assert causes

@@ -9,7 +9,7 @@ from recordings import list_ops, make, record_call
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.cause import Cause
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import list_ancestors, list_reduced_modules
 from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
@@ -75,7 +75,7 @@ def test_an_operand_of_another_module_is_needless_before_a_later_right_value(mod
     others = {(0, exp.number): replace(other, module=module)}
     first = Edit("operand", ((0, exp.number),), Changes(values={taken: make(6, 4, seed=1)}), others)
     repair = Edit("operand", ((0, cos.number),), Changes(values={made: make(6, 4).sin().exp()}))
-    chain = [Cause([edit.ops[0]], [edit], [target]) for edit in (first, repair)]
+    chain = [OperatorCause([edit.ops[0]], [edit], [target]) for edit in (first, repair)]
     done = explainer.joint.execute(repair.changes, None, state)
     assert explainer._shorten(chain, done, target, (), state)[0] == chain[bool(module) :]
 
@@ -89,5 +89,5 @@ def test_a_collective_whose_result_nothing_uses_is_named(is_used: bool) -> None:
         program.ops[2].sites = (site,)
     explainer = Explainer(ranks, make_program(whole, None), 0, ())
     upstream = Upstream(explainer.alignment, explainer.one, ())
-    found = list(upstream._list_unused(Cause([(0, 3)], [], [])))
+    found = list(upstream._list_unused(OperatorCause([(0, 3)], [], [])))
     assert [each.kind for each in found] == ([] if is_used else ["unused"])

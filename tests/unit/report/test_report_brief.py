@@ -11,7 +11,7 @@ from moeverify.report.brief import format_brief, list_lines
 from moeverify.report.explanation import number_findings
 from moeverify.report.next_steps import Kept
 from moeverify.results.brief import MOST_BYTES
-from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin, Source
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin, SourceValue
 from moeverify.results.failure import EndKind, RankEnd
 from moeverify.results.finding import Finding
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RankReport, RunResult
@@ -85,7 +85,7 @@ def test_lines_lead_from_the_operation_to_the_producer_of_its_operand_and_to_its
         here=make(1),
         made=make(2),
         there=make(3),
-        taken=Source(label="w"),
+        taken=SourceValue(label="w"),
         moves=(make(4),),
         between=(make(5),),
         origins=(Origin(kind="definition", line=at(7)), Origin(kind="missing", line=at(8), caller=at(9))),

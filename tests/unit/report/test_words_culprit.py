@@ -14,7 +14,15 @@ from moeverify.report.words.culprit import (
     list_origins,
     list_source,
 )
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, OriginKind, Source, SumPart
+from moeverify.results.culprit import (
+    CodeLine,
+    Culprit,
+    Mechanism,
+    Operation,
+    OriginKind,
+    SourceValue,
+    SumPart,
+)
 
 HERE = Operation(
     operator="mul",
@@ -36,8 +44,8 @@ THERE = Operation(
     ),
 )
 OTHER = Operation(operator="mm", line=CodeLine(file="mine/ffn.py", line=9, expression="a @ w"))
-WEIGHT = Source(label="head.weight")
-MADE = Source(operation=THERE, step=2)
+WEIGHT = SourceValue(label="head.weight")
+MADE = SourceValue(operation=THERE, step=2)
 BY_AUTOGRAD = Operation(operator="sum", module="head", phase="backward", step=0)
 
 X_B = "`x + b` (add), one/ffn.py:7 in forward"
@@ -66,7 +74,7 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         ],
     ),
     "total": (
-        {"axes": ("tp",), "taken": Source(label="head.weight", over=("tp",))},
+        {"axes": ("tp",), "taken": SourceValue(label="head.weight", over=("tp",))},
         [
             (
                 "here",
@@ -314,16 +322,16 @@ def test_a_result_that_is_known_is_said_to_be_so_only_where_it_is_named() -> Non
             "a part, over tp and micro-batches, of the sum head.weight",
         ),
         (
-            Source(label="head.weight", operation=Operation(operator="add_", phase="step", step=1)),
+            SourceValue(label="head.weight", operation=Operation(operator="add_", phase="step", step=1)),
             "head.weight after add_ of step 1",
         ),
         (
-            Source(operation=THERE),
+            SourceValue(operation=THERE),
             "the result of `x + b` (add), one/ffn.py:7 in forward, before the first step",
         ),
     ],
 )
-def test_a_source_is_a_name_or_what_has_made_it(source: Source | None, name: str) -> None:
+def test_a_source_is_a_name_or_what_has_made_it(source: SourceValue | None, name: str) -> None:
     assert f"input 1 is {name}" in describe_culprit(make("operand", operand=0, taken=source, right=WEIGHT))
 
 

@@ -9,7 +9,7 @@ from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.parallel.regions.region import Region
 from moeverify.train import clipping
 from moeverify.train.clipping import clip_coefficient, clip_gradients, gradient_norm
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 
 
 def hold(gradient):
@@ -60,7 +60,7 @@ def test_placed_experts_leave_the_norm_in_the_dtype_that_it_was_summed_in(dtype)
     placed = [SimpleNamespace(sum_squares=lambda: torch.tensor(3.0, dtype=torch.float64))]
     fields = dict.fromkeys(("subject", "model", "buffers", "routers", "share"))
     fields["model"] = torch.nn.Module()
-    program = Program(**fields, shards=[held], device=torch.device("cpu"), placed=placed)
+    program = TrainingProgram(**fields, shards=[held], device=torch.device("cpu"), placed=placed)
     norm = program.measure_norm()
     assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
     assert norm.item() == 2.0

@@ -20,7 +20,7 @@ from moeverify.model.mixed_precision import narrow_model
 from moeverify.model.transformer import ModelOutput
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import make_batches
-from moeverify.train.program import Program, compute_dtype_of, dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of, dtype_of
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def make_recipe(preset: str = "stress", precision: str = "mixed") -> Recipe:
     return build_case({"name": "mixed", "recipe": fields, "layout": {"dp_shard": 2}}).recipe
 
 
-def run(recipe: Recipe, program: Program) -> ModelOutput:
+def run(recipe: Recipe, program: TrainingProgram) -> ModelOutput:
     (batch,) = make_batches(recipe, program, 0)
     output: ModelOutput = program.model(batch.tokens, batch.positions, batch.valid)
     return output

@@ -17,7 +17,7 @@ from moeverify.train.data import whole_share
 from moeverify.train.forward import compute_losses
 from moeverify.train.loop import make_batches
 from moeverify.train.objective import count_valid
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.subject import GradientParts, Vector
 from moeverify.train.subjects import subject_of
 from moeverify.train.target import import_path
@@ -86,13 +86,13 @@ def make_recipe(kind: str) -> Recipe:
 KINDS = ["reference", "plain", "summed", "each", "never_for_nothing"]
 
 
-def take_apart(recipe: Recipe, program: Program) -> tuple[GradientParts, Tensor]:
+def take_apart(recipe: Recipe, program: TrainingProgram) -> tuple[GradientParts, Tensor]:
     """Return the parts of the first step's gradient, and the mask of valid tokens."""
     batch = program.subject.make_batch(0, whole_share(recipe.data), CPU)
     return program.subject.split_gradient(program, batch), batch.valid
 
 
-def whole_gradient(recipe: Recipe, program: Program) -> Vector:
+def whole_gradient(recipe: Recipe, program: TrainingProgram) -> Vector:
     [batch] = make_batches(recipe, program, 0)
     losses, _ = compute_losses(recipe, program, batch, count_valid([batch], program.sums, recipe.data.batch))
     losses.total.backward()

@@ -16,7 +16,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.tools.bench.measure import take_step
 from moeverify.train.assemble import assemble_parallel, assemble_single
 from moeverify.train.loop import make_batches, train
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.launch.plan import Job
 from moeverify.verification.launch.rank import serve
 from moeverify.verification.launch.runner import RankContext
@@ -62,7 +62,7 @@ def make_recipe(name: str) -> Recipe:
     return make_case("pipelines", preset=preset, model=model, optimizer="adamw").recipe
 
 
-def run(recipe: Recipe, program: Program) -> Record:
+def run(recipe: Recipe, program: TrainingProgram) -> Record:
     record = Record()
     train(recipe, program, record)
     return record

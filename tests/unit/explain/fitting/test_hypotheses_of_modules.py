@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from wrong_tensors import draw, examine, make_origin, make_tensor
 
-from moeverify.explain.fitting.first_divergence import Known, Origin, Search, find_origins
+from moeverify.explain.fitting.first_divergence import Divergence, Search, StepFindings, find_origins
 from moeverify.explain.fitting.rank_readings import RankReadings, locate_tokens
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -29,9 +29,9 @@ def test_a_module_that_is_right_in_the_first_micro_batch_has_changed_state() -> 
 @pytest.mark.parametrize("answer", [True, False, None])
 def test_weights_of_the_step_before_are_asked_for(answer: bool | None) -> None:
     tensor, inputs = make_origin(draw(2, 3, 4), draw(2, 3, 4, seed=1))
-    asked: list[Origin] = []
+    asked: list[Divergence] = []
 
-    def is_stale(origin: Origin) -> bool | None:
+    def is_stale(origin: Divergence) -> bool | None:
         asked.append(origin)
         return answer
 
@@ -192,7 +192,7 @@ def test_a_difference_below_the_noise_of_the_model_began_nothing() -> None:
     readings = [read("embed", 0, golden[0].local * (1 + 2e-8)), read("layers.0", 1, golden[1].local * 1.5)]
     ranks = [RankReadings(readings, [(range(1), range(3))])]
     found = {
-        noise: find_origins(golden, ranks, {0: {}}, 1, torch.float64, Known(noise=noise))
+        noise: find_origins(golden, ranks, {0: {}}, 1, torch.float64, StepFindings(noise=noise))
         .origins["forward"]
         .module
         for noise in (0.0, 1e-6)
@@ -203,7 +203,9 @@ def test_a_difference_below_the_noise_of_the_model_began_nothing() -> None:
 WHOLE = [(range(2), range(3))]
 
 
-def search_one_rank(golden: list[Reading], actual: list[Reading], known: Known | None = None) -> Search:
+def search_one_rank(
+    golden: list[Reading], actual: list[Reading], known: StepFindings | None = None
+) -> Search:
     return find_origins(golden, [RankReadings(actual, WHOLE)], {0: {}}, 1, torch.float64, known)
 
 
@@ -227,7 +229,7 @@ def test_what_a_module_around_makes_good_began_nothing() -> None:
     assert search_one_rank(golden, [divided, *golden[1:]]).origins == {}
     assert search_one_rank(golden, [divided, golden[1], wrong]).origins["forward"].module == "head"
     # A loss that differs has an origin: here nothing else is known.
-    known = Known(loss_differs=True)
+    known = StepFindings(loss_differs=True)
     assert search_one_rank(golden, [divided, *golden[1:]], known).origins["forward"].module == "mlp.gate"
 
 
@@ -251,9 +253,9 @@ def test_a_gradient_that_is_made_good_began_nothing_unless_a_parameter_there_is_
     ]
     actual = [replace(golden[0], local=golden[0].local.tril()), golden[1]]
     assert search_one_rank(golden, actual).origins == {}
-    other = Known(gradients=["mlp2.gate.weight"])
+    other = StepFindings(gradients=["mlp2.gate.weight"])
     assert search_one_rank(golden, actual, other).origins == {}
-    inside = Known(gradients=["mlp.gate.weight"])
+    inside = StepFindings(gradients=["mlp.gate.weight"])
     assert search_one_rank(golden, actual, inside).origins["backward"].culprit == "mlp"
 
 
@@ -360,7 +362,7 @@ def test_the_scale_of_a_users_backward_passes_is_no_divergence() -> None:
     half = [replace(each, local=each.local / 2) for each in golden]
     wrong = [half[0], replace(half[1], local=half[1].local.flip(1))]
     of_layout, of_user = (
-        search_one_rank(golden, wrong, Known(gradients={"body.weight"}, has_own_step=has_own_step))
+        search_one_rank(golden, wrong, StepFindings(gradients={"body.weight"}, has_own_step=has_own_step))
         for has_own_step in (False, True)
     )
     assert of_layout.origins["backward"].module == "head"

@@ -12,7 +12,7 @@ from torch import Tensor
 from wrong_tensors import draw, examine, make_inputs, make_origin, make_sharded
 
 from moeverify.explain.fitting.axes import Axes
-from moeverify.explain.fitting.first_divergence import Origin, Search
+from moeverify.explain.fitting.first_divergence import Divergence, Search
 from moeverify.explain.fitting.inputs import DiagnosisInputs
 from moeverify.explain.fitting.layouts.orders import Grid, list_orders, list_turns, locate
 from moeverify.explain.fitting.wrong_tensor import MODULE_KINDS, RankShard, WrongTensor
@@ -40,7 +40,7 @@ def make_output(
         for rank, (region, local) in enumerate(zip(regions, compute(right), strict=True))
     )
     tensor = WrongTensor((0, MODULE_KINDS["forward"], "layers.0.attention"), EXPECTED, shards)
-    origin = Origin("forward", "layers.0.attention", "output", 1.0, (0, 1), tensor)
+    origin = Divergence("forward", "layers.0.attention", "output", 1.0, (0, 1), tensor)
     right_counts = {"forward": 3, "backward": 3}
     search = Search({"forward": origin}, right_counts, dict.fromkeys(right_counts, 1e-16))
     return tensor, DiagnosisInputs(axes=CONTEXT, search=search)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.components import Cell, Components
-from moeverify.explain.fitting.first_divergence import Origin, Search
+from moeverify.explain.fitting.first_divergence import Divergence, Search
 from moeverify.explain.fitting.hypotheses import TIERS
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome
 from moeverify.explain.fitting.inputs import DiagnosisInputs
@@ -78,7 +78,7 @@ def make_origin(
     """Return a module's output, (rows, positions, width), whose inputs mark it as the first divergence."""
     tensor = make_tensor(expected, *locals_, name=module, kind=MODULE_KINDS[direction])
     end: Any = "output" if direction == "forward" else "input"
-    origin = Origin(direction, module, end, 1.0, (0, 1), tensor, first_micro_batch)
+    origin = Divergence(direction, module, end, 1.0, (0, 1), tensor, first_micro_batch)
     right = {"forward": 3, "backward": 3}
     search = Search({direction: origin}, right, dict.fromkeys(right, 1e-16))
     return tensor, DiagnosisInputs(axes=AXES, search=search)

@@ -13,7 +13,7 @@ from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import build_case
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.train.schedule import list_rates
 from moeverify.verification.checks.base import CheckOutcome, ShownTensors, Watch
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
@@ -45,7 +45,7 @@ def make_case(optimizer: Mapping[str, Any], precision: str, moe: Mapping[str, An
 def train_alone() -> Callable[..., Any]:
     """Return a function that trains a case's recipe on one device and returns the report of a watch."""
 
-    def do(case: Case, make_watch: Callable[[Program], Watch[Any]], kernels: str = "foreach") -> Any:
+    def do(case: Case, make_watch: Callable[[TrainingProgram], Watch[Any]], kernels: str = "foreach") -> Any:
         program = assemble_single(case.recipe, torch.device("cpu"))
         program.optimizer_implementation = kernels
         watch = make_watch(program)

@@ -12,7 +12,7 @@ from torch import Tensor
 from moeverify.model.attention import Attention
 from moeverify.model.router import Router
 from moeverify.train import loop
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.clip import GradientWatch, judge_norms
 from moeverify.verification.checks.objective import ObjectiveWatch, judge_losses
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
@@ -84,8 +84,8 @@ def test_a_router_that_weighs_by_no_numbers_is_found(
 def test_a_norm_that_is_no_number_over_gradients_that_are_is_found(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = Program.measure_norm
-    monkeypatch.setattr(Program, "measure_norm", lambda self: measure(self) * torch.nan)
+    measure = TrainingProgram.measure_norm
+    monkeypatch.setattr(TrainingProgram, "measure_norm", lambda self: measure(self) * torch.nan)
     found = judge("float32")
     assert found["clip"] == {"total"}, "the coefficient follows from the norm"
 

@@ -16,7 +16,7 @@ from moeverify.results.finding import Finding
 from moeverify.train import loop
 from moeverify.train import objective as losses
 from moeverify.train.objective import Losses
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks import wide_parts
 from moeverify.verification.checks.base import CheckOutcome
 from moeverify.verification.checks.objective import LossSums, ObjectiveWatch, judge_losses
@@ -153,7 +153,7 @@ def test_router_losses_of_a_layouts_own_are_not_judged(
 ) -> None:
     case = make_one_device_case(SGD, "float32", SOFTMAX)
 
-    def make_watch(program: Program) -> ObjectiveWatch:
+    def make_watch(program: TrainingProgram) -> ObjectiveWatch:
         own = replace(program, own_router_losses=lambda: (torch.ones(()), torch.ones(())))
         return ObjectiveWatch(own, by_row=True, is_whole=True)
 

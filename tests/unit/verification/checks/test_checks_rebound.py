@@ -17,7 +17,7 @@ from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
 from moeverify.train import loop
 from moeverify.train.engine import PlainEngine
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.checks.rebound import CHECKS, UNSTEADY, BoundAnew, ReboundWatch
 
@@ -34,7 +34,7 @@ ADAMW = {"name": "adamw", "lr": 0.01}
 class Recorder(Watch[dict[tuple[int, str, str], Tensor]]):
     """An observer that keeps the weights and buffers it is shown."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: TrainingProgram) -> None:
         self._found: dict[tuple[int, str, str], Tensor] = {}
 
     def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
@@ -54,7 +54,7 @@ def train(train_alone: Callable, make_one_device_case: Callable) -> Callable[...
 def rebind_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     update = loop.update_selection_bias
 
-    def update_otherwise(moe: Any, program: Program, *arguments: Any) -> None:
+    def update_otherwise(moe: Any, program: TrainingProgram, *arguments: Any) -> None:
         for router in program.routers:
             router.module.selection_bias = router.module.selection_bias.clone()
         update(moe, program, *arguments)
@@ -64,9 +64,11 @@ def rebind_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rebind_norm(monkeypatch: pytest.MonkeyPatch, *, tells_optimizer: bool = False) -> None:
     """Bind the weight of the last norm to another tensor after step 1."""
-    begin = Program.keep_bound
+    begin = TrainingProgram.keep_bound
     models: list[nn.Module] = []
-    monkeypatch.setattr(Program, "keep_bound", lambda self: (models.append(self.model), begin(self))[1])
+    monkeypatch.setattr(
+        TrainingProgram, "keep_bound", lambda self: (models.append(self.model), begin(self))[1]
+    )
     step, number = PlainEngine.step, [0]
 
     def step_and_rebind(self: PlainEngine) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moeverify.verification.compare import batch
 from moeverify.verification.compare.batch import BitFingerprints, Differences
-from moeverify.verification.compare.difference import Difference, fingerprint_bits, measure
+from moeverify.verification.compare.difference import TensorDifference, fingerprint_bits, measure
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool]
 SIZES = [
@@ -78,7 +78,7 @@ def test_what_changes_after_it_was_taken_does_not_matter() -> None:
     hashes.add(values)
     before = int(fingerprint_bits(values))
     values += 1
-    assert Difference.from_statistics(differences.rows()[0].tolist()).sum_actual2 == 4.0
+    assert TensorDifference.from_statistics(differences.rows()[0].tolist()).sum_actual2 == 4.0
     assert hashes.values().tolist() == [before]
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_number_is_the_worst_and_stays_in_its_tensor(odd: float) -> N
     together = Differences()
     for actual in (clean, spoiled, clean + 9):
         together.add(clean, actual)
-    first, second, third = (Difference.from_statistics(row) for row in together.rows().tolist())
+    first, second, third = (TensorDifference.from_statistics(row) for row in together.rows().tolist())
     assert (first.num_nonfinite, first.relative_error) == (0.0, 0.0)
     assert (second.num_nonfinite, second.position, second.expected_at) == (1.0, 3.0, 3.0)
     assert second.relative_error == float("inf")

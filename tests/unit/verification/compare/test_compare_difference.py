@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moeverify.verification.compare import difference as module
-from moeverify.verification.compare.difference import Difference, fingerprint_bits, measure
+from moeverify.verification.compare.difference import TensorDifference, fingerprint_bits, measure
 
 
-def difference(expected: Tensor, actual: Tensor) -> Difference:
-    return Difference.from_statistics(measure(expected, actual).tolist())
+def difference(expected: Tensor, actual: Tensor) -> TensorDifference:
+    return TensorDifference.from_statistics(measure(expected, actual).tolist())
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_chunks_are_the_whole(pair: tuple[Tensor, Tensor], monkeypatch: pytest.M
 
 def test_statistics_go_there_and_back(pair: tuple[Tensor, Tensor]) -> None:
     found = difference(*pair)
-    assert Difference.from_statistics(found.statistics()) == found
+    assert TensorDifference.from_statistics(found.statistics()) == found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -158,6 +158,6 @@ def test_a_nan_stays_the_worst_whatever_comes_after_it():
     expected = torch.zeros(100_000, dtype=torch.float64)
     actual = expected.clone()
     actual[5], actual[-1] = torch.nan, 7.0
-    difference = Difference.from_statistics(measure(expected, actual).tolist())
+    difference = TensorDifference.from_statistics(measure(expected, actual).tolist())
     assert difference.num_nonfinite == 1
     assert difference.relative_error == float("inf")

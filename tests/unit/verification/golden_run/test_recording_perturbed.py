@@ -11,7 +11,7 @@ from torch import Tensor
 from moeverify.cases.schema import Precision, Recipe
 from moeverify.cases.validation.load import load_cases
 from moeverify.train.assemble import assemble_single
-from moeverify.train.program import Program, compute_dtype_of
+from moeverify.train.program import TrainingProgram, compute_dtype_of
 from moeverify.verification.golden_run.noise import perturbed_programs
 
 CASES = Path(__file__).parents[4] / "cases"
@@ -23,7 +23,7 @@ def make_recipe(precision: Precision) -> Recipe:
     return case.recipe.model_copy(update={"precision": precision})
 
 
-def read_weights(program: Program, precision: Precision) -> Tensor:
+def read_weights(program: TrainingProgram, precision: Precision) -> Tensor:
     """Return all weights as a forward pass rounds them."""
     dtype = compute_dtype_of(precision)
     return torch.cat([shard.local().to(dtype).flatten() for shard in program.shards]).to(torch.float64)

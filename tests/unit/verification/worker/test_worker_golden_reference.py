@@ -16,7 +16,7 @@ from moeverify.faults.setting import make_case
 from moeverify.parallel.regions.region import Region
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
-from moeverify.train.program import Program
+from moeverify.train.program import TrainingProgram
 from moeverify.verification.golden.store import GoldenWriter, StoredGolden
 from moeverify.verification.worker.golden_reference import GoldenReference
 from moeverify.verification.worker.observed import make_bounds
@@ -24,14 +24,14 @@ from multiprocessing_pdb.rank.reference import ReferenceRow
 
 CPU = torch.device("cpu")
 WEIGHT = "layers.0.attention.q_proj.weight"
-Ask = Callable[[GoldenReference, Program, Tensor | None], object]
+Ask = Callable[[GoldenReference, TrainingProgram, Tensor | None], object]
 
 
 class Stopped:
     """An observer that queries the reference once a tensor is shown, as a user at a prompt would."""
 
     def __init__(
-        self, reference: GoldenReference, program: Program, at: tuple[Any, str, str], ask: Ask
+        self, reference: GoldenReference, program: TrainingProgram, at: tuple[Any, str, str], ask: Ask
     ) -> None:
         self.reference, self.program = reference, program
         self._at, self._ask = at, ask
@@ -68,7 +68,7 @@ def stop_at(case: Case, golden: StoredGolden) -> Callable[..., list[object]]:
     """Return a function that trains, queries when a tensor is shown, and returns the results."""
 
     def stop(
-        at: tuple[int, str, str], ask: Ask, *, damage: Callable[[Program], None] | None = None
+        at: tuple[int, str, str], ask: Ask, *, damage: Callable[[TrainingProgram], None] | None = None
     ) -> list[object]:
         program = assemble_single(case.recipe, CPU)
         if damage is not None:
@@ -110,7 +110,7 @@ def test_all_of_a_right_run_is_as_in_the_golden_wherever_it_stops(
 def test_a_wrong_weight_is_named_with_its_element_and_what_follows_from_it(
     stop_at: Callable[..., list[object]],
 ) -> None:
-    def damage(program: Program) -> None:
+    def damage(program: TrainingProgram) -> None:
         shard = next(shard for shard in program.shards if shard.name == WEIGHT)
         shard.local()[1, 2] += 0.5
 
@@ -128,11 +128,11 @@ def test_a_wrong_weight_is_named_with_its_element_and_what_follows_from_it(
     assert "initial weight embed.weight before step 0" not in list_differing(rows)
 
 
-def find_weight(program: Program) -> Tensor:
+def find_weight(program: TrainingProgram) -> Tensor:
     return next(shard.tensor for shard in program.shards if shard.name == WEIGHT)
 
 
-def name_values(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+def name_values(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
     weight = find_weight(program)
     values = [weight, weight.grad, WEIGHT, program.model.get_submodule(WEIGHT.rpartition(".")[0])]
     return [[row.name for row in compare(reference, value)] for value in values]
@@ -150,7 +150,7 @@ def test_values_at_the_prompt_are_found_whatever_they_are(stop_at: Callable[...,
 
 
 def test_a_gradient_is_compared_as_it_was_before_the_clip(stop_at: Callable[..., list[object]]) -> None:
-    def ask(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+    def ask(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
         return compare(reference, find_weight(program).grad)
 
     (rows,) = stop_at((0, "gradient_norm", "clip_coefficient"), ask)
@@ -164,14 +164,14 @@ def test_the_tensor_that_was_just_shown_is_found_by_its_memory(
 ) -> None:
     name = "lm" if kind == "token_loss" else WEIGHT
 
-    def ask(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+    def ask(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
         return [row.name for row in compare(reference, local)]
 
     assert stop_at((0, kind, name), ask) == [[f"{kind.replace('_', ' ')} {name} at step 0"]]
 
 
 def test_a_gradient_that_is_not_complete_says_so(stop_at: Callable[..., list[object]]) -> None:
-    def ask(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+    def ask(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
         return compare(reference, find_weight(program).grad)
 
     (rows,) = stop_at((0, "token_loss", "lm"), ask)
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_complete_says_so(stop_at: Callable[..., list[obj
 
 
 def test_what_the_golden_has_not_is_refused(stop_at: Callable[..., list[object]]) -> None:
-    def ask(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+    def ask(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
         refused = []
         for value in (torch.ones(3), "layers.9", 7):
             with pytest.raises(
@@ -194,7 +194,7 @@ def test_what_the_golden_has_not_is_refused(stop_at: Callable[..., list[object]]
     assert refused == ["this Tensor of shape (3,)", "'layers.9'", "this int"]
 
 
-def ask_while_it_waits(reference: GoldenReference, program: Program, local: Tensor | None) -> object:
+def ask_while_it_waits(reference: GoldenReference, program: TrainingProgram, local: Tensor | None) -> object:
     """Return the responses for all tensors with their note, for a gradient, and for a bare name."""
     said: list[object] = [list_differing(compare(reference, None)), reference.note]
     for value in (find_weight(program), find_weight(program).grad, f"gradient {WEIGHT}"):
