@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -41,6 +41,10 @@ result, divides an operand by its factor, or gives a collective another group.
 """
 
 
+Key = tuple[Hashable, ...]
+"""Identity of an edit."""
+
+
 @dataclass(frozen=True)
 class Edit:
     """A change of the operators `ops` of all ranks at one place of the program.
@@ -60,6 +64,12 @@ class Edit:
     def other(self) -> Op | None:
         """The single-device counterpart of the first operator, or None."""
         return self.others.get(self.ops[0])
+
+    @property
+    def key(self) -> Key:
+        """Identity of the edit among those of one search, also if it was computed again in another state."""
+        others = tuple(op.number for _, op in sorted(self.others.items()))
+        return self.kind, self.ops, self.place, others, self.numbers, tuple(sorted(self.changes.values))
 
 
 def list_edits(

@@ -20,12 +20,7 @@ from moeverify.explain.chains import list_chain
 from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
-from moeverify.explain.edits import (
-    Edit,
-    list_chain_numbers,
-    list_edits,
-    list_skipped_writes,
-)
+from moeverify.explain.edits import Edit, Key, list_chain_numbers, list_edits, list_skipped_writes
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
@@ -97,6 +92,7 @@ class Explainer:
         self.wrong = sorted(wrong, key=_order)
         self.causes: list[OperatorCause] = []
         self.tried = 0
+        self._searched: set[frozenset[Key]] = set()
         self.is_done = False
         self._proves = True
         self._on_place: Callable[[list[OperatorCause]], object] | None = None
@@ -263,7 +259,8 @@ class Explainer:
         if self._proves:
             skipped = itertools.islice(list_skipped_writes(stretch.alignment, stretch.unknown), _MOST_SKIPPED)
             found = self._try([] if "removed" in less else skipped, target, stretch.unknown, state, end)
-            found = found or self._search(target, state, stretch, end, _LONGEST_CHAIN)
+            self._searched.clear()
+            found = found or self._search(target, state, stretch, end)
         return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
 
     def _explain_sum(
@@ -313,12 +310,17 @@ class Explainer:
         return sorted(found, key=joint.place)
 
     def _search(
-        self, target: Target, state: Execution, stretch: _Stretch, end: float, depth: int
+        self,
+        target: Target,
+        state: Execution,
+        stretch: _Stretch,
+        end: float,
+        chosen: frozenset[Key] = frozenset(),
     ) -> tuple[list[OperatorCause], Execution] | None:
         """Return edits that together repair a target, or the next module end before it.
 
         An edit that makes only the results of its own operators right is a first step; the search continues
-        after it.
+        after it. Steps that were `chosen` in another order are not tried again.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
         found_ops = itertools.chain.from_iterable(map(self._with_makers, self._list_suspects(stretch)))
@@ -332,8 +334,7 @@ class Explainer:
                 found = self._try(numbers, target, unknown, state, end)
                 if found is not None:
                     return found
-            # Require values known without edits: a first step may have made a module's output a known
-            # value.
+            # Values known without edits: a first step may have made a module's output a known value.
             returns = (
                 edit
                 for edit in list_returns(alignment, self.one, self.landmarks, ops)
@@ -354,9 +355,13 @@ class Explainer:
                         return [cause], done
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
             before.update(ops)
-        for cause, after in steps[:_MOST_BRANCHES] if depth else ():
+        for cause, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
+            both = chosen | {cause.repairs[0].key}
+            if both in self._searched:
+                continue
+            self._searched.add(both)
             further = self._open(alignment.under(after), target)
-            found = self._search(target, after, further, end, depth - 1)
+            found = self._search(target, after, further, end, both)
             if found is not None:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
