@@ -93,16 +93,19 @@ class _Definition:
 
 @dataclass(eq=False)
 class _Found:
-    """A line that defines a value. `has_known` says that an operand equals one device's; others are `differing`.
+    """A line that defines a value, for lines of the `users`. With `passes`, it only passes a name or attribute on.
 
-    With `passes`, the line only passes a name or attribute on.
+    `has_known` says that an operand equals one device's, `is_evidence` that the value differs although it need not,
+    unlike sizes of tensors and meshes, and `is_passed` that such an operand explains it.
     """
 
     site: Site
     difference: Difference | None
     passes: bool = False
+    users: list[_Found] = field(default_factory=list)
     has_known: bool = False
-    differing: list[_Found] = field(default_factory=list)
+    is_evidence: bool = False
+    is_passed: bool = False
 
     @property
     def is_new(self) -> bool:
@@ -110,17 +113,11 @@ class _Found:
         return self.difference is not None and self.difference.there is None
 
     @property
-    def is_evidence(self) -> bool:
-        """Return whether a value differs although it need not, unlike sizes of tensors and meshes."""
+    def is_made(self) -> bool:
+        """Return whether the line makes a wrong value, of known operands or none."""
         if self.difference is None:
             return False
-        is_made = not (self.passes or self.difference.is_integer)
-        return self.is_new or self.has_known or is_made or any(each.is_evidence for each in self.differing)
-
-    @property
-    def is_first(self) -> bool:
-        """Return whether a value differs although no operand does."""
-        return self.is_evidence and not any(each.is_evidence for each in self.differing)
+        return self.is_new or self.has_known or not (self.passes or self.difference.is_integer)
 
 
 class Definitions:
@@ -239,13 +236,13 @@ class Definitions:
         have no tensors, also in lines that make tensors.
         """
         values = self._values if compares else None
-        found = list(self._walk(uses, skips_calls, plain, values))
+        found = self._walk(uses, skips_calls, plain, values)
         if not any(each.is_evidence for each in found):
             # Numbers and keys in lines that make tensors decide which tensor it is.
-            chosen = list(self._walk(uses, skips_calls, _ALL, values)) if values is not None else []
+            chosen = self._walk(uses, skips_calls, _ALL, values) if values is not None else []
             found = [each for each in chosen if each.is_new]
             found += self._walk(uses, skips_calls, plain, None)
-        found.sort(key=lambda each: (not each.is_first, not each.is_evidence, not each.is_new))
+        found.sort(key=lambda each: (not each.is_evidence, each.is_passed, not each.is_new))
         return {each.site: each.difference for each in found}
 
     def _walk(
@@ -254,16 +251,15 @@ class Definitions:
         skips_calls: bool,
         plain: tuple[type[ast.expr], ...],
         values: PythonValues | None,
-    ) -> Iterator[_Found]:
-        """Yield the definitions of expressions. Those of values that equal one device's are not followed."""
+    ) -> list[_Found]:
+        """Return the definitions of expressions. Those of values that equal one device's are not followed."""
         waiting: deque[tuple[_Use, _Found | None]] = deque((use, None) for use in uses)
         seen: dict[tuple[ast.expr, Function | None], _Found | None] = {}
         found: list[_Found] = []
         while waiting and len(seen) < _MOST_VISITED:
             use, user = waiting.popleft()
-            nodes = [
-                each for each in list_loads(use.node) if not (skips_calls and use in uses and _is_call(each))
-            ]
+            skipped = ast.Call if skips_calls and use in uses else ()
+            nodes = [each for each in list_loads(use.node) if not isinstance(each, skipped)]
             for each in (definition for node in nodes for definition in self._define(node, use)):
                 key, line = (each.value, each.scope.function), first_line(each.value)
                 is_right = not isinstance(each.value, plain) and self._passes(each.scope.file.path, line)
@@ -272,27 +268,31 @@ class Definitions:
                 is_equal = values is not None and each.name is not None and values.is_equal(each.name)
                 if user is not None:
                     user.has_known |= is_equal
-                    user.differing += filter(None, [seen.get(key)])
                 if key in seen or is_equal:
+                    if user is not None and (same := seen.get(key)) is not None:
+                        same.users.append(user)
                     continue
                 passes = isinstance(each.value, _NAMES)
-                made = _Found(_site(each.scope, each.value), self._compare(each, values), passes)
+                users = [] if user is None else [user]
+                made = _Found(_site(each.scope, each.value), self._compare(each, values), passes, users)
                 seen[key] = made if made.difference is not None else None
-                if made.difference is not None and user is not None:
-                    user.differing.append(made)
                 is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
                 if made.difference or (each.is_shown and (is_chosen or not is_plain(each.value))):
                     found.append(made)
                 waiting.append((_Use(each.value, each.scope, line), made if made.difference else user))
-        yield from found
+        _find_evidence([each for each in seen.values() if each is not None])
+        return found
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
         """Return how a value differs from one device; None for functions that only the ranks run."""
         function = definition.scope.function
         if values is None or definition.name is None or function is None:
             return None
+        file, line, _ = definition.name
         lines = range(first_line(function), (function.end_lineno or 0) + 1)
-        return values.compare(definition.name, lines)
+        # A parameter belongs to another function than its argument.
+        is_inside = file == definition.scope.file.path and line in lines
+        return values.compare(definition.name, lines if is_inside else ())
 
     def _define(self, node: ast.expr, use: _Use) -> Iterator[_Definition]:
         """Yield each definition of a name, attribute or call."""
@@ -436,13 +436,23 @@ def _site(scope: _Scope, node: ast.expr) -> Site:
     return Site(scope.file.path, node.lineno, name, 0, span)
 
 
+def _find_evidence(found: Sequence[_Found]) -> None:
+    """Mark the lines whose values differ although they need not, and those to which such a value is passed."""
+    waiting = [each for each in found if each.is_made]
+    for each in waiting:
+        each.is_evidence = True
+    while waiting:
+        for user in waiting.pop().users:
+            if user.difference is not None:
+                user.is_passed = True
+                if not user.is_evidence:
+                    user.is_evidence = True
+                    waiting.append(user)
+
+
 def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:
     """Return the key under which the statement of a node is recorded to assign a name."""
     return (scope.file.path, scope.file.statement_line(node), name) if name else None
-
-
-def _is_call(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call)
 
 
 def _class_of(scope: _Scope) -> ast.ClassDef | None:

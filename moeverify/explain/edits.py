@@ -44,6 +44,9 @@ result, divides an operand by its factor, or gives a collective another group.
 Key = tuple[Hashable, ...]
 """Identity of an edit."""
 
+Keys = frozenset[Key]
+"""Edits that were made together."""
+
 
 @dataclass(frozen=True)
 class Edit:

@@ -20,7 +20,7 @@ from moeverify.explain.chains import list_chain
 from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
-from moeverify.explain.edits import Edit, Key, list_chain_numbers, list_edits, list_skipped_writes
+from moeverify.explain.edits import Edit, Keys, list_chain_numbers, list_edits, list_skipped_writes
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
@@ -92,7 +92,7 @@ class Explainer:
         self.wrong = sorted(wrong, key=_order)
         self.causes: list[OperatorCause] = []
         self.tried = 0
-        self._searched: set[frozenset[Key]] = set()
+        self._searched: set[Keys] = set()
         self.is_done = False
         self._proves = True
         self._on_place: Callable[[list[OperatorCause]], object] | None = None
@@ -310,12 +310,7 @@ class Explainer:
         return sorted(found, key=joint.place)
 
     def _search(
-        self,
-        target: Target,
-        state: Execution,
-        stretch: _Stretch,
-        end: float,
-        chosen: frozenset[Key] = frozenset(),
+        self, target: Target, state: Execution, stretch: _Stretch, end: float, chosen: Keys = frozenset()
     ) -> tuple[list[OperatorCause], Execution] | None:
         """Return edits that together repair a target, or the next module end before it.
 
@@ -360,8 +355,7 @@ class Explainer:
             if both in self._searched:
                 continue
             self._searched.add(both)
-            further = self._open(alignment.under(after), target)
-            found = self._search(target, after, further, end, both)
+            found = self._search(target, after, self._open(alignment.under(after), target), end, both)
             if found is not None:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done

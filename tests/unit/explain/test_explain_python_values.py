@@ -31,6 +31,18 @@ def list_groups(names, quirk):
         groups.append((name, 0.5**depth, 0.1 if decays else 0.0))
     return groups
 
+class Pair:
+    def __init__(self, name):
+        self.first = self.second = name
+
+    def swap(self):
+        self.first = self.second + ""
+        self.second = self.first + ""
+        return take(self.first)
+
+def take(name):
+    return name
+
 class Optimizer:
     def __init__(self, names, quirk, ranks):
         self.ranks = ranks
@@ -92,8 +104,8 @@ def test_assigned_values_parameters_and_results_are_recorded(module: ModuleType)
     assert found[8, "depth"] == [3, 2]
     assert found[2, "name"] == ["embed0", "block1"]
     assert found[3, "return"] == [3, 2]
-    assert found[17, "self.ranks"] == [1]
-    assert found[22, "decay"][:2] == [0.0, 0.1]
+    assert found[29, "self.ranks"] == [1]
+    assert found[34, "decay"][:2] == [0.0, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,13 @@ def test_lines_that_define_equal_values_are_left_out(module: ModuleType) -> None
     one, ranks = train(module, "", 1), train(module, "reversed", 1)
     lines = [line for line, _ in find(module, "scale(rate, decay, self.ranks)", one, ranks)]
     assert not any(line.startswith("decays") for line in lines)
+
+
+def test_values_that_define_each_other_are_followed_once(module: ModuleType) -> None:
+    one, ranks = record(module.Pair("weight").swap), record(module.Pair("module.weight").swap)
+    found = find(module, "take(self.first)", one, ranks)
+    assert [line for line, _ in found].count('self.first = self.second + ""') == 1
+    assert ('self.second = self.first + ""', Difference("'module.weight'", "'weight'")) in found
 
 
 def test_a_size_of_the_run_is_no_evidence(module: ModuleType) -> None:
