@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ MOST_VALUES = 256
 """Maximum number of values that are kept of each name, in each step."""
 
 _MOST_MEMBERS = 32
+_LONGEST = 200
 _DEPTH = 3
 _OTHER = "<object>"
 """Data of objects that are not compared, such as tensors and modules."""
@@ -33,17 +35,22 @@ class Difference(NamedTuple):
 
 
 def encode(value: object, depth: int = _DEPTH) -> Any:
-    """Return numbers, strings, flags, dtypes and collections of these as data that can be compared."""
+    """Return numbers, strings, flags, dtypes and built-in collections of these as data that can be compared.
+
+    Devices differ between ranks, and other collections may run code of the user.
+    """
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else str(value)
-    if value is None or isinstance(value, bool | int | str | torch.dtype | torch.device):
+    if isinstance(value, str) and len(value) > _LONGEST:
+        return len(value), zlib.crc32(value.encode(errors="replace")), _OTHER
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
         return value
     if isinstance(value, FunctionType | type):
         return value.__qualname__
-    if isinstance(value, Mapping | Sequence | Set) and not isinstance(value, bytes | range) and depth:
-        members: Iterable[object] = value.items() if isinstance(value, Mapping) else value
+    if isinstance(value, dict | list | tuple | set | frozenset) and depth:
+        members: Iterable[object] = value.items() if isinstance(value, dict) else value
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
-        return len(value), frozenset(kept) if isinstance(value, Set) else kept
+        return len(value), frozenset(kept) if isinstance(value, set | frozenset) else kept
     return _OTHER
 
 

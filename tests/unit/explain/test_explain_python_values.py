@@ -154,8 +154,22 @@ def test_a_size_of_the_run_is_no_evidence(module: ModuleType) -> None:
         ([torch.ones(1)], [None], None),
         ([0.1 + 0.2], [0.3], None),
         ([torch.float32], [torch.float64], Difference("torch.float32", "torch.float64")),
+        ([torch.device("cuda:1")], [torch.device("cuda:0")], None),
+        (["a" * 300], ["b" * 300], Difference("", "")),
     ],
-    ids=["equal", "some", "other", "none of them", "member", "length", "objects", "rounding", "dtype"],
+    ids=[
+        "equal",
+        "some",
+        "other",
+        "none of them",
+        "member",
+        "length",
+        "objects",
+        "rounding",
+        "dtype",
+        "device",
+        "text",
+    ],
 )
 def test_values_differ_where_they_do_not_occur_on_one_device(
     mine: list[object], theirs: list[object], difference: Difference | None
