@@ -40,7 +40,8 @@ def build(source: Path, kind: str, out: Path) -> Path:
 def build_both_ways(source: Path, out: Path) -> tuple[Path, Path]:
     """Return the wheel of a source tree, and the wheel of its sdist."""
     with tarfile.open(build(source, "sdist", out / "sdist")) as archive:
-        archive.extractall(out / "unpacked", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        archive.extractall(out / "unpacked")
     (unpacked,) = (out / "unpacked").iterdir()
     return build(source, "wheel", out / "wheel"), build(unpacked, "wheel", out / "wheel-of-sdist")
 

@@ -11,6 +11,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum, EnumMeta
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, TypeGuard, cast
@@ -48,14 +49,23 @@ _SAFE = {
 }  # fmt: skip
 
 
+def _read_member(owner: Any, name: str) -> Enum:
+    """Return a member of an enumeration, in place of `getattr`, with which Python before 3.11.4 writes members."""
+    if not (isinstance(owner, EnumMeta) and name in owner.__members__):
+        raise pickle.UnpicklingError(f"{name} of {owner!r} does not belong into a checkpoint's metadata")
+    return cast(Enum, owner[name])
+
+
 class _MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that accepts only the classes in `_SAFE` and dtypes."""
+    """Unpickler that accepts only the classes in `_SAFE`, members of their enumerations and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class that checkpoint metadata may contain.
 
         Raises: UnpicklingError for any other class.
         """
+        if (module, name) == ("builtins", "getattr"):
+            return _read_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _SAFE.get(module, set()):
             raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's metadata")
