@@ -443,11 +443,10 @@ def _find_evidence(found: Sequence[_Found]) -> None:
         each.is_evidence = True
     while waiting:
         for user in waiting.pop().users:
-            if user.difference is not None:
-                user.is_passed = True
-                if not user.is_evidence:
-                    user.is_evidence = True
-                    waiting.append(user)
+            user.is_passed = True
+            if not user.is_evidence:
+                user.is_evidence = True
+                waiting.append(user)
 
 
 def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:

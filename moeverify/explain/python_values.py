@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -64,16 +64,15 @@ class PythonValues:
         lines: Collection[tuple[str, int]] = (),
     ) -> None:
         self._one, self._ranks, self._lines = one, ranks, lines
+        self._of_one = set[Name]().union(*one.values())
+        self._differences: dict[Name, Difference | None] = {}
 
     def is_equal(self, name: Name) -> bool:
         """Return whether ranks and one device assigned the same numbers, strings or flags to a name."""
-        each_step = [values[name] for rank in self._ranks for values in rank.values() if name in values]
-        is_plain = bool(each_step) and not any(_OTHER in str(values) for values in each_step)
-        return (
-            is_plain
-            and self.compare(name, ()) is None
-            and any(name in values for values in self._one.values())
-        )
+        if name not in self._of_one or self._find_difference(name) is not None:
+            return False
+        made = self._list_made(name)
+        return bool(made) and _OTHER not in str(made)
 
     def compare(self, name: Name, function: Iterable[int]) -> Difference | None:
         """Return the first value of a name that differs on any rank. None if all agree.
@@ -81,20 +80,29 @@ class PythonValues:
         Where a rank runs a line another number of times, its values must occur on one device. Names in a
         `function`, given by its lines, of which one device runs none, do not count.
         """
-        if not any(name in values for values in self._one.values()):
-            is_shared = any((name[0], line) in self._lines for line in function)
-            made = [each for rank in self._ranks for values in rank.values() for each in values.get(name, ())]
-            return next(
-                (Difference(_show(each), None) for each in made if is_shared and each != _OTHER), None
-            )
+        if name in self._of_one:
+            return self._find_difference(name)
+        made = (each for each in self._list_made(name) if each != _OTHER)
+        is_shared = any((name[0], line) in self._lines for line in function)
+        return next((Difference(_show(each), None) for each in made), None) if is_shared else None
+
+    def _list_made(self, name: Name) -> list[Any]:
+        return [each for rank in self._ranks for values in rank.values() for each in values.get(name, ())]
+
+    def _find_difference(self, name: Name) -> Difference | None:
+        """Return the first difference of a name that one device assigns. Searches ask for a name again and again."""
+        if name not in self._differences:
+            self._differences[name] = next(self._list_differences(name), None)
+        return self._differences[name]
+
+    def _list_differences(self, name: Name) -> Iterator[Difference]:
         for rank in self._ranks:
             for step, values in rank.items():
                 mine, theirs = values.get(name, ()), self._one.get(step, {}).get(name, ())
                 pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else _pair(mine, theirs)
                 for here, there in pairs:
                     if here != there and _OTHER not in (here, there):
-                        return _make_difference(*_find_member(here, there))
-        return None
+                        yield _make_difference(*_find_member(here, there))
 
 
 def _pair(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterable[tuple[Any, Any]]:
