@@ -119,11 +119,12 @@ def list_lines(culprit: Culprit | None) -> list[str]:
     """
     if culprit is None:
         return []
-    here, made = (culprit.here, ""), (culprit.made, "makes its operand")
-    if not culprit.names_cause and culprit.made is not None:
-        here, made = (culprit.here, "takes it"), (culprit.made, "")
+    if culprit.names_cause or culprit.made is None:
+        first = [(culprit.here, ""), (culprit.made, "makes its operand")]
+    else:
+        first = [(culprit.made, ""), (culprit.here, "takes it")]
     operations = [
-        *((here, made) if culprit.names_cause else (made, here)),
+        *first,
         (culprit.there, "the counterpart on one device"),
         *((each, "moves its operand") for each in culprit.moves),
     ]

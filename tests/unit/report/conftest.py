@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -36,6 +39,21 @@ BAD = (
     build_check("gradient", 212, "blocks.1.moe.experts.12.up.weight", 3.0, 1e-10),
     build_check("gradient_norm", 2, "gradient_norm", math.nan, 1e-10),
 )
+
+
+@pytest.fixture
+def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Return the script that makes the screenshots of the docs."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("screenshots")
+
+
+@pytest.fixture
+def browser(screenshots: ModuleType) -> ModuleType:
+    """Return the script, which can open pages; without a browser, the test is skipped."""
+    if screenshots.find_browser() is None:
+        pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
+    return screenshots
 
 
 @pytest.fixture

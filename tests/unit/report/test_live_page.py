@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import http.client
-import importlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,10 +107,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         live.LivePage(tmp_path)
 
 
-def test_the_page_takes_over_a_newer_state(serve: Any, make_run: Any, tmp_path: Path) -> None:
-    screenshots = import_screenshots()
-    if screenshots.find_browser() is None:
-        pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
+def test_the_page_takes_over_a_newer_state(
+    serve: Any, make_run: Any, tmp_path: Path, browser: ModuleType
+) -> None:
     write(make_running(make_run, "cp"), tmp_path / RUN_FILE)
     port = serve(tmp_path)
     loads = []
@@ -125,16 +123,10 @@ def test_the_page_takes_over_a_newer_state(serve: Any, make_run: Any, tmp_path: 
     real = live.LivePage.find_version
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live.LivePage, "find_version", count)
-        done = screenshots.visit(f"http://127.0.0.1:{port}/", "--virtual-time-budget=9000", "--dump-dom")
+        done = browser.visit(f"http://127.0.0.1:{port}/", "--virtual-time-budget=9000", "--dump-dom")
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
     assert "The run has ended." in done.stdout
     assert "<title>moeverify: pass</title>" in done.stdout
-
-
-def import_screenshots() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-        return importlib.import_module("screenshots")
 
 
 def test_a_run_writes_its_results_while_it_goes_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from html import escape
@@ -48,18 +47,9 @@ setTimeout(() => {
 
 
 @pytest.fixture
-def screenshots(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the script that makes the screenshots of the docs."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    return importlib.import_module("screenshots")
-
-
-@pytest.fixture
-def load(screenshots: ModuleType) -> Load:
+def load(browser: ModuleType) -> Load:
     """Return a function that opens a page and returns its elements and its console output."""
-    if screenshots.find_browser() is None:
-        pytest.skip(f"needs a browser: one of {', '.join(screenshots.BROWSERS)}")
-    return screenshots.dump
+    return browser.dump
 
 
 @pytest.fixture(scope="module")
