@@ -1,11 +1,10 @@
-"""Descriptors of a rank: above 2, which the program owns, and beyond the limit that the program has reached."""
+"""Descriptors of a rank beyond the limit that the program has reached."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
 
 from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
 
@@ -51,20 +50,6 @@ class RoomForDescriptors:
             resource.setrlimit(resource.RLIMIT_NOFILE, self._limits)
 
 
-@contextlib.contextmanager
-def above_standard_streams() -> Iterator[None]:
-    """Make every descriptor opened inside the block greater than 2, even if the program has closed these."""
-    fillers = [_open_nothing()]
-    try:
-        while fillers[-1] <= 2:
-            fillers.append(_open_nothing())
-        os.close(fillers.pop())
-        yield
-    finally:
-        for filler in fillers:
-            os.close(filler)
-
-
 class Reserve:
     """Descriptors for the next console that connects when the process has none left."""
 
@@ -77,7 +62,7 @@ class Reserve:
         self._kept = [kept for kept in self._kept if kept.is_open()]
         if len(self._kept) == self._size:
             return
-        with contextlib.suppress(OSError), above_standard_streams():
+        with contextlib.suppress(OSError):
             while len(self._kept) < self._size:
                 self._kept.append(OwnDescriptor(os.memfd_create("multiprocessing_pdb")))
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from multiprocessing_pdb.rank.descriptors import RoomForDescriptors, above_standard_streams
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors
 from multiprocessing_pdb.rank.server import Server
 from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import Frame
@@ -36,28 +36,27 @@ class Endpoint:
         tcp: str | None = None,
         tick: Callable[[], None] | None = None,
     ) -> None:
-        with above_standard_streams():
-            self._name = name
-            self._pid = os.getpid()
-            self._is_hidden = False
-            self._is_reported = False  # that consoles cannot reach it
-            self._more_ticks = tick
-            self._lock = threading.Lock()  # for hiding the file versus recreating it
-            self._directory = RuntimeDirectory.open(create=True)
-            listeners: list[socket.socket] = []
-            try:
-                token = read_token(token_path()) if tcp else None
-                listeners.append(self._directory.listen(name))
-                if tcp:
-                    listeners.append(_listen_tcp(tcp))
-                self.tcp_address = ":".join(str(p) for p in listeners[1].getsockname()[:2]) if tcp else ""
-                self.server = Server(listeners, receive, leave, self._tick, token)
-            except BaseException:
-                for listener in listeners:
-                    listener.close()
-                self._directory.remove(name)
-                self._directory.close()
-                raise
+        self._name = name
+        self._pid = os.getpid()
+        self._is_hidden = False
+        self._is_reported = False  # that consoles cannot reach it
+        self._more_ticks = tick
+        self._lock = threading.Lock()  # for hiding the file versus recreating it
+        self._directory = RuntimeDirectory.open(create=True)
+        listeners: list[socket.socket] = []
+        try:
+            token = read_token(token_path()) if tcp else None
+            listeners.append(self._directory.listen(name))
+            if tcp:
+                listeners.append(_listen_tcp(tcp))
+            self.tcp_address = ":".join(str(p) for p in listeners[1].getsockname()[:2]) if tcp else ""
+            self.server = Server(listeners, receive, leave, self._tick, token)
+        except BaseException:
+            for listener in listeners:
+                listener.close()
+            self._directory.remove(name)
+            self._directory.close()
+            raise
 
     def start(self) -> None:
         """Start answering. Consoles that connected earlier have been waiting.
@@ -65,8 +64,7 @@ class Endpoint:
         Raises RuntimeError when no thread can start, and OSError when no descriptor is left.
         """
         try:
-            with above_standard_streams():
-                self.server.start()
+            self.server.start()
         except (RuntimeError, OSError):  # RuntimeError: at interpreter shutdown
             self.hide()
             self.abandon()
@@ -94,10 +92,10 @@ class Endpoint:
             if self._is_hidden:
                 return
             if self.tcp_address and not self.server.has_listener(is_unix=False):
-                with RoomForDescriptors(), above_standard_streams():
+                with RoomForDescriptors():
                     self.server.add_listener(_listen_tcp(self.tcp_address))
             if not (self.server.has_listener(is_unix=True) and self._directory.has(self._name)):
-                with RoomForDescriptors(), above_standard_streams():
+                with RoomForDescriptors():
                     self._listen_again()
 
     def _listen_again(self) -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from multiprocessing_pdb.rank.control import Control
-from multiprocessing_pdb.rank.descriptors import RoomForDescriptors, above_standard_streams
+from multiprocessing_pdb.rank.descriptors import RoomForDescriptors
 from multiprocessing_pdb.rank.endpoint import write_stderr
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.in_flight import InFlightCollectives
@@ -167,7 +167,7 @@ def arm(*, hold: bool = False, limit: timedelta | None = None) -> None:
     if _ARMED.monitor is not None:
         return
     try:
-        with RoomForDescriptors(), above_standard_streams():
+        with RoomForDescriptors():
             _ARMED.monitor = Monitor()
     except OSError as error:
         write_stderr(f"not armed: {error}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-from multiprocessing_pdb.rank.descriptors import above_standard_streams
 from multiprocessing_pdb.rank.identify import identify
 from multiprocessing_pdb.rank.store_count import StoreCount, spans_nodes
 from multiprocessing_pdb.wire.framing import encode
@@ -22,11 +21,7 @@ def ask_peers_to_stop(reason: str) -> int:
     if spans_nodes():
         StoreCount().ask_to_stop()
     job, asked = identify(process=True).job, 0
-    with (
-        contextlib.suppress(FileNotFoundError),
-        above_standard_streams(),
-        RuntimeDirectory.open() as directory,
-    ):
+    with contextlib.suppress(FileNotFoundError), RuntimeDirectory.open() as directory:
         for name in directory.names(CONTROL_SUFFIX):
             owner = FileOwner.parse(name.removesuffix(CONTROL_SUFFIX))
             if owner.job != job or owner.pid == os.getpid():

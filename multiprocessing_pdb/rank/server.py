@@ -13,7 +13,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from multiprocessing_pdb.rank.descriptors import Reserve, RoomForDescriptors, above_standard_streams
+from multiprocessing_pdb.rank.descriptors import Reserve, RoomForDescriptors
 from multiprocessing_pdb.rank.unstopped import UNSTOPPED
 from multiprocessing_pdb.wire.framing import LIMIT, Decoder, Frame, FrameError, Transform, encode
 from multiprocessing_pdb.wire.handshake import Challenge
@@ -193,7 +193,7 @@ class Server(threading.Thread):
             for end in ends:
                 if end is not None:
                     end.close()
-            with contextlib.suppress(OSError), above_standard_streams():
+            with contextlib.suppress(OSError):
                 self._open_waker()
         self._reserve.fill()
 
@@ -240,8 +240,7 @@ class Server(threading.Thread):
             return self._accept_next(listener)
 
     def _accept_next(self, listener: OwnSocket) -> tuple[OwnSocket, Any]:
-        with above_standard_streams():
-            stream, address = listener.accept()
+        stream, address = listener.accept()
         return OwnSocket(stream), address
 
     def _identify(self, stream: socket.socket) -> Challenge | None:

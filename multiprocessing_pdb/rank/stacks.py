@@ -6,12 +6,12 @@ Callable from any thread that gets the interpreter.
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
-import tempfile
 import threading
 
-from multiprocessing_pdb.rank.descriptors import above_standard_streams
 from multiprocessing_pdb.rank.pdb_loader import is_own_file
+from multiprocessing_pdb.wire.own_descriptors import move_above_standard_streams
 
 _THREAD = re.compile(r"(?:Thread|Current thread) 0x([0-9a-f]+)")
 _CALL = re.compile(r' {2}File "(.*)", line (\d+) in (.*)')
@@ -50,9 +50,8 @@ def _format_thread(thread: threading.Thread | None, calls: list[str]) -> str:
 
 def _dump_calls() -> list[tuple[int, list[str]]]:
     """Return the id and calls of each thread, without calls in the debugger."""
-    with above_standard_streams():
-        file = tempfile.TemporaryFile()  # noqa: SIM115  # closed below; faulthandler writes to a descriptor
-    with file:
+    descriptor = move_above_standard_streams(os.memfd_create("multiprocessing_pdb"))
+    with os.fdopen(descriptor, "w+b") as file:  # faulthandler writes to a descriptor
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         lines = file.read().decode("ascii", "backslashreplace").splitlines()

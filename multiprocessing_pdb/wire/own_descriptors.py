@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 
 Identity = tuple[int, int]
@@ -16,12 +17,26 @@ def find_identity(descriptor: int) -> Identity | None:
     return status.st_dev, status.st_ino
 
 
+def move_above_standard_streams(descriptor: int) -> int:
+    """Return the descriptor, moved above 2 if it is one of stdin, stdout and stderr, which the program has closed.
+
+    Raises OSError, with the descriptor closed, if none is left. Keeping 0 to 2 occupied while a file is opened
+    would not do: another thread can close one of them in that time.
+    """
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
+
+
 class OwnDescriptor:
-    """A descriptor of a file. `close` closes it only if its number still means the same file."""
+    """A descriptor above 2 that takes over `number`. `close` closes it only if it still means the same file."""
 
     def __init__(self, number: int) -> None:
-        self.number = number
-        self._identity = find_identity(number)
+        self.number = move_above_standard_streams(number)
+        self._identity = find_identity(self.number)
 
     def is_open(self) -> bool:
         """Return whether nobody has closed or replaced the descriptor."""

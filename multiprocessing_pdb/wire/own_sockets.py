@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import socket
 
-from multiprocessing_pdb.wire.own_descriptors import find_identity
+from multiprocessing_pdb.wire.own_descriptors import find_identity, move_above_standard_streams
 
 
 class OwnSocket(socket.socket):
-    """A socket that takes over the descriptor of another one and does not block."""
+    """A socket above descriptor 2 that takes over the descriptor of another one and does not block."""
 
     __slots__ = ("_identity",)
 
     def __init__(self, taken: socket.socket) -> None:
-        super().__init__(fileno=taken.detach())
+        super().__init__(fileno=move_above_standard_streams(taken.detach()))
         self._identity = find_identity(self.fileno())
         self.setblocking(False)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
+from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor, move_above_standard_streams
 from multiprocessing_pdb.wire.peer_credentials import check_peer
 
 VARIABLE = "MPDB_DIR"
@@ -60,6 +60,11 @@ def _open_checked(path: Path) -> int:
         os.close(descriptor)
         raise DirectoryRefusedError(f"{path} {reason}")
     return descriptor
+
+
+def _open_socket() -> socket.socket:
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    return socket.socket(fileno=move_above_standard_streams(opened.detach()))
 
 
 class RuntimeDirectory:
@@ -128,7 +133,7 @@ class RuntimeDirectory:
         """
         unfinished = f".{name}"
         self.remove(unfinished)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = _open_socket()
         try:
             os.fchmod(listener.fileno(), 0o600)  # Linux gives the file this mode: it is never open to others
             listener.bind(self.address(unfinished))
@@ -147,7 +152,7 @@ class RuntimeDirectory:
         Raises: ConnectionRefusedError if nobody listens any more; UnauthenticatedPeerError if another user
         does; OSError otherwise.
         """
-        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream = _open_socket()
         try:
             stream.settimeout(seconds)
             stream.connect(self.address(name))
@@ -182,7 +187,7 @@ class RuntimeDirectory:
     def create(self, name: str) -> int:
         """Return the descriptor of a new file of mode 0600 that did not exist before."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self._descriptor)
+        return move_above_standard_streams(os.open(name, flags, 0o600, dir_fd=self._descriptor))
 
     def write_record(self, name: str, record: dict[str, Any]) -> None:
         """Write a small JSON file of mode 0600 atomically."""

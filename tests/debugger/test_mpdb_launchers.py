@@ -72,6 +72,34 @@ def test_a_closed_stdin_stays_closed(site):
 
 
 @pytest.mark.parametrize(
+    "opened",
+    [
+        "OwnDescriptor(os.memfd_create('x')).number",
+        "(own := OwnSocket(socket.socket())).fileno()",
+        "RuntimeDirectory.open()._descriptor",
+        "directory.create('file')",
+        "(listener := directory.listen('name')).fileno()",
+        "(listener := directory.listen('name'), stream := directory.connect('name'))[1].fileno()",
+    ],
+)
+def test_no_file_of_the_debugger_becomes_a_standard_stream(opened, tmp_path):
+    """Descriptor 0 becomes free between two files that the debugger opens."""
+    program = f"""
+import os, socket
+from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
+from multiprocessing_pdb.wire.own_sockets import OwnSocket
+from multiprocessing_pdb.wire.runtime_directory import RuntimeDirectory
+directory = RuntimeDirectory.open()
+os.close(0)
+descriptor = {opened}
+assert descriptor > 2 and os.path.exists(f"/proc/self/fd/{{descriptor}}"), descriptor
+assert not os.path.lexists("/proc/self/fd/0")
+"""
+    tmp_path.chmod(0o700)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "MPDB_DIR": str(tmp_path)}, check=True)
+
+
+@pytest.mark.parametrize(
     ("stdin", "flags"),
     [
         ("closed", []),
