@@ -10,7 +10,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moeverify.explain.content import are_among, has_same_numbers, is_blank
+from moeverify.explain.content import are_among, has_same_numbers
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.known import Key, Known, KnownValues
 from moeverify.explain.program import BATCH, Program
@@ -48,11 +48,10 @@ class Alignment(KnownValues):
 
     def is_right(self, at: At) -> bool:
         """Return whether a value is known, is uninitialized memory or is an input of the batch."""
-        op = self.joint.op(self.joint.maker(at))
         known = self.find(at)
         if known is not None and not self._belongs(at, known):
             return False
-        return known is not None or is_blank(op) or self.joint.value(at).label.startswith(BATCH)
+        return known is not None or self.is_blank(at) or self.joint.value(at).label.startswith(BATCH)
 
     def _belongs(self, at: At, known: Known) -> bool:
         """Return whether a value has the elements and the scale that it has on one device, or was set by a change."""

@@ -71,6 +71,7 @@ class KnownValues:
         self._before: Self | None = None
         self._changed_places: set[int] = set()
         self._telling: dict[At, tuple[Tensor | None, bool]] = {}
+        self._blank: dict[At, bool] = {}
         self.elements = Elements(one)
         self._exact = by_bytes((value.number, value.data) for value in one.values)
         self._keys = [list_keys(program) for program in joint.programs]
@@ -139,6 +140,16 @@ class KnownValues:
             return None if self._places[at] in self._changed_places else found
         return None if any(each in execution.changed() for each in known.over) else found
 
+    def is_blank(self, at: At) -> bool:
+        """Return whether a value is uninitialized memory, or moved from it: earlier tensors left its numbers."""
+        if at not in self._blank:
+            op = self.joint.op(self.joint.maker(at))
+            self._blank[at] = is_blank(op)
+            if op.meeting is None and self.is_moved(at, op):
+                sources = [(at[0], number) for number in op.reads()]
+                self._blank[at] = bool(sources) and all(map(self.is_blank, sources))
+        return self._blank[at]
+
     def tells(self, at: At) -> bool:
         """Return whether a value has elements that distinguish it from other values."""
         data = self.data(at)
@@ -189,7 +200,7 @@ class KnownValues:
 
     def _look_up(self, at: At) -> Known | None:
         data = self.data(at)
-        if data is None or not data.numel():
+        if data is None or not data.numel() or (self.is_blank(at) and not self.is_set(at)):
             return None
         op = self.joint.op(self.joint.maker(at))
         if not self.tells(at):
@@ -197,9 +208,7 @@ class KnownValues:
         is_moved = self.is_moved(at, op) and not self.is_set(at)
         known = self._look_up_moved(at, op) if is_moved else None
         known = known or self.locate(data, op, self.key(at))
-        if known is None and not is_blank(op):
-            known = self._look_up_sum(at, op)
-        return known
+        return known or self._look_up_sum(at, op)
 
     def is_moved(self, at: At, op: Op) -> bool:
         kind = op.name.partition(".")[2] if op.meeting is not None else ""
@@ -235,7 +244,7 @@ class KnownValues:
                 return data
             known = self.find(source)
             if known is None or known.ids is None or known.ids.shape != data.shape:
-                is_empty = is_blank(self.joint.op(self.joint.maker(source))) or not self.tells(source)
+                is_empty = self.is_blank(source) or not self.tells(source)
                 unknown.append(source)
                 return torch.zeros(data.shape, dtype=torch.float64) if is_empty else None
             scales.add(known.scale)

@@ -175,3 +175,30 @@ def test_ranks_that_are_right_have_no_cause(one: Program) -> None:
     assert explainer.wrong == []
     assert explainer.explain(30.0) == []
     assert explainer.is_done
+
+
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_numbers_that_a_freed_tensor_left_are_no_evidence(*, is_viewed: bool) -> None:
+    """Uninitialized memory of a rank has rows of one device, in another order than the rows written there."""
+
+    def put(x: Tensor, w: Tensor) -> Tensor:
+        made = x @ w
+        memory = torch.empty_like(made)
+        memory = memory.view(6, 5) if is_viewed else memory
+        return memory.index_copy(0, torch.arange(6).flip(0), made)
+
+    x, w = make(6, 4), make(4, 5, seed=1)
+    one, program = record_call(put, x=x, w=w), record_call(put, x=x, w=w)
+    for name in ("empty_like", "view")[: 1 + is_viewed]:
+        data_of(program, result_of(program, name)).copy_((x @ w)[[1, 2, 3, 4, 5, 0]])
+        data_of(one, result_of(one, name)).fill_(0.5)
+    alignment = Alignment(Joint([program]), one)
+    memory, written = (0, result_of(program, "empty_like")), (0, result_of(program, "index_copy"))
+    assert alignment.find(memory) is None
+    assert not alignment.is_wrong(memory)
+    known = alignment.find(written)
+    assert known is not None
+    assert known.ids is not None
+    assert alignment.elements.root(int(known.ids[0, 0])) == result_of(one, "mm")
+    if is_viewed:
+        assert not alignment.is_wrong((0, result_of(program, "view")))
