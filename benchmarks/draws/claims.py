@@ -160,7 +160,11 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(_find_axes(explanation, place, facts) - {""})),
         is_location_only=is_location_only,
-        shown=tuple(dict.fromkeys([*_find_lines(said), *_list_origins(finding.get("culprit") or {})])),
+        shown=tuple(
+            dict.fromkeys(
+                [*_find_lines(said), *_list_origins(finding.get("culprit") or {}), *_list_origins(finding)]
+            )
+        ),
     )
 
 

@@ -80,6 +80,13 @@ Operators = Annotated[
         help="Record every operator of this step, for `moeverify operators`.",
     ),
 ]
+Code = Annotated[
+    bool,
+    typer.Option(
+        "--code/--no-code",
+        help="Record executed lines and Python values of the script, which name wrong lines.",
+    ),
+]
 
 Guard = Annotated[bool, typer.Option("--guard", help="Record nothing; check this one run while it trains.")]
 Every = Annotated[
@@ -109,6 +116,7 @@ _OF_RECORDING = (
     "nudge_dtype",
     "outputs",
     "operators",
+    "code",
 )
 _OF_GUARD = ("every", "on_finding", "debug")
 
@@ -133,6 +141,7 @@ def watch(
     nudge_dtype: NudgeDtypeOption = None,
     outputs: Outputs = False,
     operators: Operators = None,
+    code: Code = True,
     guard: Guard = False,
     every: Every = 16,
     on_finding: OnFinding = Reaction.WARN,
@@ -144,18 +153,16 @@ def watch(
 
     Ranks that wait in a collective are listed. Exits with the code of the script, whose output stays as it is.
     """
-    from moeverify.scripts.record.hangs import HangReporter, HangSettings
     from moeverify.verification.controller.scratch import scratch_folder
 
     with open_context() as context, scratch_folder() as folder:
         _refuse_unused(arguments, guard=guard)
-        settings = HangSettings(limit=hang, stops=on_hang is Reaction.STOP)
-        hangs = HangReporter(folder / "ranks", settings, lambda lines: _show_hang(context, lines))
+        hangs = _report_hangs(folder, context, hang, stops=on_hang is Reaction.STOP)
         if guard:
             from moeverify.cli.guard import run_guarded
 
             stops = on_finding is Reaction.STOP
-            code = run_guarded(command, context, out, folder, every, hangs, stops=stops, debug=debug)
+            exit_code = run_guarded(command, context, out, folder, every, hangs, stops=stops, debug=debug)
         else:
             recording = _make_settings(
                 out,
@@ -168,9 +175,10 @@ def watch(
                 nudge_dtype=nudge_dtype,
                 outputs=outputs,
                 operators=operators,
+                code=code,
             )
-            code = _record(command, recording, hangs, context)
-        raise typer.Exit(EXIT_CODES["error"] if hangs.has_ended_script else code)
+            exit_code = _record(command, recording, hangs, context)
+        raise typer.Exit(EXIT_CODES["error"] if hangs.has_ended_script else exit_code)
 
 
 def _refuse_unused(arguments: typer.Context, *, guard: bool) -> None:
@@ -189,6 +197,13 @@ def _refuse_unused(arguments: typer.Context, *, guard: bool) -> None:
     ]
     if problems:
         raise CaseError(problems)
+
+
+def _report_hangs(folder: Path, context: CommandContext, limit: float, *, stops: bool) -> HangReporter:
+    from moeverify.scripts.record.hangs import HangReporter, HangSettings
+
+    settings = HangSettings(limit=limit, stops=stops)
+    return HangReporter(folder / "ranks", settings, lambda lines: _show_hang(context, lines))
 
 
 def _show_hang(context: CommandContext, lines: Sequence[str]) -> None:
@@ -223,6 +238,7 @@ def _make_settings(
     nudge_dtype: NudgeDtype | None,
     outputs: bool,
     operators: int | None,
+    code: bool,
 ) -> Settings:
     """Return the settings of the recording.
 
@@ -245,6 +261,7 @@ def _make_settings(
         nudge_dtype=None if nudge_dtype is None else nudge_dtype.value,
         outputs=outputs,
         operators=operators,
+        code=code,
     )
     problems = []
     if last < first:

@@ -170,12 +170,12 @@ class Branches:
         """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
         file, number = line
         if file not in self._functions:
-            self._functions[file] = _list_functions(file)
+            self._functions[file] = list_functions(file)
         around = [first for first, last in self._functions[file] if first <= number <= last]
         return file, max(around, default=0)
 
 
-def _list_functions(file: str) -> list[tuple[int, int]]:
+def list_functions(file: str) -> list[tuple[int, int]]:
     """Return the first and last line of the body of each function of a file."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     functions = (node for node in ast.walk(parse_file(file)) if isinstance(node, kinds))

@@ -7,16 +7,16 @@ attributes and results of functions, along the recorded call stack where there i
 from __future__ import annotations
 
 import ast
-import itertools
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from moeverify.explain.program import HIDDEN, Program, Site
+from moeverify.explain.evidence import DefiningLine, find_evidence
+from moeverify.explain.program import Site
 from moeverify.explain.python_values import Difference, Name, PythonValues
-from moeverify.explain.sites import is_of_user
 from moeverify.explain.syntax import (
     RETURNED,
     Function,
@@ -91,40 +91,11 @@ class _Definition:
     is_member: bool = False
 
 
-@dataclass(eq=False)
-class _Found:
-    """A line that defines a value, for lines of the `users`. With `passes`, it only passes a name or attribute on.
-
-    `has_known` says that an operand equals one device's, `is_evidence` that the value differs although it need not,
-    unlike sizes of tensors and meshes, and `is_passed` that such an operand explains it.
-    """
-
-    site: Site
-    difference: Difference | None
-    passes: bool = False
-    users: list[_Found] = field(default_factory=list)
-    has_known: bool = False
-    is_evidence: bool = False
-    is_passed: bool = False
-
-    @property
-    def is_new(self) -> bool:
-        """Return whether one device does not run the line, and runs others of the function."""
-        return self.difference is not None and self.difference.there is None
-
-    @property
-    def is_made(self) -> bool:
-        """Return whether the line makes a wrong value, of known operands or none."""
-        if self.difference is None:
-            return False
-        return self.is_new or self.has_known or not (self.passes or self.difference.is_integer)
-
-
 class Definitions:
     """Search for definitions in source files.
 
     `passes` says of (file, line) that its values need no look. Lines of `executed`, which has those of each file
-    that was traced, count alone.
+    that was traced, count alone. With `has_modules`, assignments outside of functions count, too.
     """
 
     def __init__(
@@ -133,8 +104,11 @@ class Definitions:
         passes: Callable[[str, int], bool],
         executed: Mapping[str, Collection[int]] | None = None,
         values: PythonValues | None = None,
+        *,
+        has_modules: bool = False,
     ) -> None:
         self._files = {path: SourceFile(path) for path in files}
+        self._has_modules = has_modules
         self._passes, self._executed, self._values = passes, executed or {}, values
 
     def _is_executed(self, file: SourceFile, node: ast.AST) -> bool:
@@ -172,6 +146,46 @@ class Definitions:
         is_group = keyword == "group"  # one device has none
         found = self._follow(uses, skips_calls=is_of_tensors, plain=_ALL * is_group, compares=not is_group)
         return found or self._follow(conditions, plain=_NAMES * of_conditions)
+
+    def find_differences(self, file: str, line: int) -> dict[Site, Difference]:
+        """Return the lines that define other values than on one device, for a statement and its conditions.
+
+        Lines of ranks alone come first. Lines are left out whose values others explain or only pass on.
+        """
+        found = self._walk(self._list_uses(file, line), False, _ALL, self._values)
+        found = [each for each in found if each.is_evidence]
+        found = [each for each in found if not each.is_passed] or found
+        found = [each for each in found if not each.passes] or found
+        found.sort(key=lambda each: not each.is_new)
+        return {each.site: each.difference for each in found if each.difference is not None}
+
+    def list_called(self, file: str, line: int) -> set[tuple[str, int]]:
+        """Return (file, first line of the body) of functions that a statement or a definition of its values calls."""
+        uses = self._list_uses(file, line)
+        sites = (each.site for each in self._walk(uses, False, _ALL, None))
+        waiting = [each.node for each in uses] + [self._files[site.file].find(site) for site in sites]
+        found = set[tuple[str, int]]()
+        while waiting:
+            node = waiting.pop()
+            calls = [] if node is None else [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+            for source, function in (
+                each for call in calls for each in self._functions.get(name_called(call), ())
+            ):
+                place = source.path, first_line(function.body[0])
+                if place not in found:
+                    found.add(place)
+                    waiting.append(function)
+        return found
+
+    def _list_uses(self, file: str, line: int) -> list[_Use]:
+        """Return the expressions of the statement at a line, and its conditions."""
+        source = self._files.get(file)
+        node = None if source is None else source.statement_at(line)
+        if source is None or node is None:
+            return []
+        scope = _Scope(source, source.function_of(node))
+        parts = [node.iter] if isinstance(node, ast.For) else [node]
+        return [_Use(each, scope, first_line(node)) for each in (*parts, *list_conditions(source, node))]
 
     def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which two calls of a stack run, those of the outer one first."""
@@ -251,11 +265,11 @@ class Definitions:
         skips_calls: bool,
         plain: tuple[type[ast.expr], ...],
         values: PythonValues | None,
-    ) -> list[_Found]:
+    ) -> list[DefiningLine]:
         """Return the definitions of expressions. Those of values that equal one device's are not followed."""
-        waiting: deque[tuple[_Use, _Found | None]] = deque((use, None) for use in uses)
-        seen: dict[tuple[ast.expr, Function | None], _Found | None] = {}
-        found: list[_Found] = []
+        waiting: deque[tuple[_Use, DefiningLine | None]] = deque((use, None) for use in uses)
+        seen: dict[tuple[ast.expr, Function | None], DefiningLine | None] = {}
+        found: list[DefiningLine] = []
         while waiting and len(seen) < _MOST_VISITED:
             use, user = waiting.popleft()
             skipped = ast.Call if skips_calls and use in uses else ()
@@ -274,22 +288,22 @@ class Definitions:
                     continue
                 passes = isinstance(each.value, _NAMES)
                 users = [] if user is None else [user]
-                made = _Found(_site(each.scope, each.value), self._compare(each, values), passes, users)
+                made = DefiningLine(_site(each.scope, each.value), self._compare(each, values), passes, users)
                 seen[key] = made if made.difference is not None else None
                 is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
                 if made.difference or (each.is_shown and (is_chosen or not is_plain(each.value))):
                     found.append(made)
                 waiting.append((_Use(each.value, each.scope, line), made if made.difference else user))
-        _find_evidence([each for each in seen.values() if each is not None])
+        find_evidence([each for each in seen.values() if each is not None])
         return found
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
         """Return how a value differs from one device; None for functions that only the ranks run."""
         function = definition.scope.function
-        if values is None or definition.name is None or function is None:
+        if values is None or definition.name is None or (function is None and not self._has_modules):
             return None
         file, line, _ = definition.name
-        lines = range(first_line(function), (function.end_lineno or 0) + 1)
+        lines = definition.scope.file.list_lines(function)
         # A parameter belongs to another function than its argument.
         is_inside = file == definition.scope.file.path and line in lines
         return values.compare(definition.name, lines if is_inside else ())
@@ -310,11 +324,12 @@ class Definitions:
 
     def _list_name(self, name: str, scope: _Scope, line: int) -> Iterator[_Definition]:
         function = scope.function
-        if function is None:
+        if function is None and not self._has_modules:
             return
+        body = function or scope.file.tree
         assigned = [
             (at, value)
-            for at, value in list_assigned(function, name)
+            for at, value in list_assigned(body, name)
             if at < line and self._is_executed(scope.file, value)
         ]
         if assigned:
@@ -323,14 +338,15 @@ class Definitions:
                 if at == last:
                     is_shown = not is_looped(scope.file, value)
                     yield _Definition(value, scope, is_shown, _name(scope, value, name))
-            stored = list_stored(function, name)
+            stored = list_stored(body, name)
             yield from (_Definition(value, scope, is_member=is_member) for value, is_member in stored)
-        elif name in list_parameters(function):
+        elif function is not None and name in list_parameters(function):
             yield from self._list_arguments(name, function, scope)
-        else:
+        elif function is not None:
             outer = scope.file.function_of(function)
-            if outer is not None:
-                yield from self._list_name(name, _Scope(scope.file, outer), first_line(function) + 1)
+            # A function may use a name of its module that is assigned later than the function is defined.
+            last = first_line(function) + 1 if outer is not None else sys.maxsize
+            yield from self._list_name(name, _Scope(scope.file, outer), last)
 
     def _list_arguments(self, name: str, function: Function, scope: _Scope) -> Iterator[_Definition]:
         """Yield the arguments for a parameter in the known call of a function, or else in all calls by its name."""
@@ -432,21 +448,10 @@ class Definitions:
 def _site(scope: _Scope, node: ast.expr) -> Site:
     """Return the statement's line of an expression, with the expression as its span."""
     name = getattr(scope.function, "name", "<lambda>") if scope.function is not None else "<module>"
-    span = (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
+    parent = scope.file.parents.get(node)
+    shown = parent if isinstance(parent, ast.AugAssign) else node
+    span = (shown.lineno, shown.col_offset, shown.end_lineno or shown.lineno, shown.end_col_offset or 0)
     return Site(scope.file.path, node.lineno, name, 0, span)
-
-
-def _find_evidence(found: Sequence[_Found]) -> None:
-    """Mark the lines whose values differ although they need not, and those to which such a value is passed."""
-    waiting = [each for each in found if each.is_made]
-    for each in waiting:
-        each.is_evidence = True
-    while waiting:
-        for user in waiting.pop().users:
-            user.is_passed = True
-            if not user.is_evidence:
-                user.is_evidence = True
-                waiting.append(user)
 
 
 def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:
@@ -467,31 +472,3 @@ def _name_class(owner: ast.expr, scope: _Scope) -> str:
     args = ast.walk(scope.function.args) if scope.function is not None else ()
     found = (each.annotation for each in args if isinstance(each, ast.arg) and each.arg == name)
     return str(getattr(next(found, None), "id", ""))
-
-
-def make_definitions(programs: Sequence[Program], one: Program) -> Definitions:
-    """Return the definitions in the user's files that the recorded programs of the ranks name."""
-    files: set[str] = set()
-    made: set[tuple[str, int]] = set()
-    read: set[tuple[str, int]] = set()
-    for program in programs:
-        for op in program.ops:
-            users = [site for site in op.sites if is_of_user(site.file)]
-            files.update(site.file for site in users)
-            if users and op.short not in HIDDEN:
-                (made if op.scalar is None else read).add((users[0].file, users[0].line))
-            if op.step >= 0 and any(program.values[number].is_floating for number in op.results):
-                made.update((site.file, site.line) for site in users)
-        calls = [each[0] for each in program.groups.values()] + program.optimizers
-        files.update(site.file for sites in calls for site in sites)
-    executed = defaultdict(set)
-    for program in programs:
-        for file, line in itertools.chain(*program.lines.values()):
-            executed[file].add(line)
-    # A line that makes tensors is in the recorded program, if it does not read a number of one.
-    values = PythonValues(
-        one.names, [program.names for program in programs], set().union(*one.lines.values())
-    )
-    return Definitions(
-        filter(is_of_user, files), lambda *line: line in made and line not in read, executed, values
-    )

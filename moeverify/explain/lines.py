@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
-from moeverify.explain.program import SETUP, Program
+from moeverify.explain.program import SETUP, Executed
 from moeverify.explain.python_values import MOST_VALUES, encode
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.syntax import RETURNED, map_assignments
@@ -39,31 +40,47 @@ def untraced(dispatch: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Lines:
-    """Tracer that adds executed lines and assigned values to a program, by step.
+    """Tracer that adds executed lines and assigned values to `executed`, by step.
 
-    It does nothing while a debugger or another tracer is active.
+    It does nothing while a debugger or another tracer is active. With `most`, it follows only this number of lines of
+    each function in a step, so that a loop in Python costs little.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, executed: Executed, most: int | None = None) -> None:
+        self._executed, self._most = executed, most
         self.begin(SETUP)
 
     def begin(self, step: int) -> None:
         """Set the step of the lines that follow."""
-        self.lines = self._program.lines.setdefault(step, set())
-        self._values = self._program.names.setdefault(step, {})
+        self.lines = self._executed.lines.setdefault(step, set())
+        self._values = self._executed.names.setdefault(step, {})
+        self._counts: Counter[CodeType] = Counter()
+        for frame in _list_running():
+            frame.f_trace_lines = True  # `count` may have switched it off
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """Trace the lines of this thread during the block."""
+    def following(self, *, is_running: bool = False) -> Iterator[None]:
+        """Trace the lines of this thread during the block, with `is_running` also of functions that run already."""
         if sys.gettrace() is not None:
             yield
             return
         sys.settrace(self._enter)
+        for frame in _list_running() if is_running else ():
+            frame.f_trace = _Call(self, frame).note
         try:
             yield
         finally:
-            sys.settrace(None)
+            if sys.gettrace() == self._enter:  # else the program has started a debugger
+                sys.settrace(None)
+
+    def count(self, frame: FrameType) -> None:
+        """Count a line of a function, and stop to follow its lines if there were too many in this step."""
+        code = frame.f_code
+        self._counts[code] += 1
+        if self._most is not None and self._counts[code] > self._most:
+            frame.f_trace_lines = False
+            lines = [line for *_, line in code.co_lines() if line is not None]
+            self._executed.skipped.add((code.co_filename, code.co_firstlineno, max(lines)))
 
     def keep(self, file: str, line: int, name: str, value: object) -> None:
         """Add a value that the program assigned to a name."""
@@ -97,9 +114,19 @@ class _Call:
         if event == "line":
             self._last = frame.f_lineno
             self._lines.lines.add((self._file, self._last))
+            self._lines.count(frame)
         elif event == "return":
             self._lines.keep(self._file, first, RETURNED, result)
         return self.note
+
+
+def _list_running() -> Iterator[FrameType]:
+    """Yield the frames of this thread that execute user code, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_of_user(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def _look_up(names: Mapping[str, Any], path: list[str]) -> tuple[Any, ...]:

@@ -221,16 +221,28 @@ class Race:
 
 
 @dataclass(slots=True)
-class Program:
-    """Recorded operators and values of one process.
+class Executed:
+    """User code that one process executed.
+
+    - `lines`: the (file, line) that were executed, by step.
+    - `names`: the values that user code assigned, as `python_values.encode` returns them, by step and `Name`.
+    - `skipped`: (file, first line, last line) of the functions of which only the first lines were followed.
+    """
+
+    lines: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
+    names: dict[int, dict[tuple[str, int, str], list[Any]]] = field(default_factory=dict)
+    skipped: set[tuple[str, int, int]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Program(Executed):
+    """Recorded operators and values of one process, and the user code that it executed.
 
     - `marks`: the tensors that the training loop showed, one for each part that the rank holds.
     - `ends`: the tensors at the ends of modules.
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
     - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
-    - `lines`: the (file, line) of user code that was executed, by step.
-    - `names`: the values that user code assigned, as `python_values.encode` returns them, by step and `Name`.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `optimizers`: the calls that gave parameters to an optimizer.
     - `is_complete`: False if the program was too large to keep all values.
@@ -243,8 +255,6 @@ class Program:
     races: list[Race] = field(default_factory=list)
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
-    lines: dict[int, set[tuple[str, int]]] = field(default_factory=dict)
-    names: dict[int, dict[tuple[str, int, str], list[Any]]] = field(default_factory=dict)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     optimizers: list[tuple[Site, ...]] = field(default_factory=list)
     is_complete: bool = True

@@ -37,35 +37,40 @@ class Difference(NamedTuple):
 def encode(value: object, depth: int = _DEPTH) -> Any:
     """Return numbers, strings, flags, dtypes and built-in collections of these as data that can be compared.
 
-    Devices differ between ranks, and other collections may run code of the user.
+    Devices differ between ranks, and other collections may run code of the user. JSON can hold the data, with lists
+    for tuples.
     """
     if isinstance(value, float):
         return float(f"{value:.9g}") if math.isfinite(value) else str(value)
     if isinstance(value, str) and len(value) > _LONGEST:
         return len(value), zlib.crc32(value.encode(errors="replace")), _OTHER
-    if value is None or isinstance(value, bool | int | str | torch.dtype):
+    if value is None or isinstance(value, bool | int | str):
         return value
-    if isinstance(value, FunctionType | type):
-        return value.__qualname__
+    if isinstance(value, torch.dtype | FunctionType | type):
+        return getattr(value, "__qualname__", str(value))
     if isinstance(value, dict | list | tuple | set | frozenset) and depth:
         members: Iterable[object] = value.items() if isinstance(value, dict) else value
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
-        return len(value), frozenset(kept) if isinstance(value, set | frozenset) else kept
+        return len(value), tuple(sorted(kept, key=repr)) if isinstance(value, set | frozenset) else kept
     return _OTHER
 
 
 class PythonValues:
-    """Comparison of names. The arguments have the values of each name, by step, of one device and of each rank."""
+    """Comparison of names. The arguments have the values of each name, by step, of one device and of each rank.
+
+    `lines` are those that one device executes. Names in `harmless` count as equal.
+    """
 
     def __init__(
         self,
         one: Mapping[int, Mapping[Name, Sequence[Any]]],
         ranks: Sequence[Mapping[int, Mapping[Name, Sequence[Any]]]],
         lines: Collection[tuple[str, int]] = (),
+        harmless: Collection[Name] = (),
     ) -> None:
         self._one, self._ranks, self._lines = one, ranks, lines
         self._of_one = set[Name]().union(*one.values())
-        self._differences: dict[Name, Difference | None] = {}
+        self._differences: dict[Name, Difference | None] = dict.fromkeys(harmless)
 
     def is_equal(self, name: Name) -> bool:
         """Return whether ranks and one device assigned the same numbers, strings or flags to a name."""
@@ -132,6 +137,6 @@ def _show(value: Any) -> str:
 
 
 def _write(value: Any) -> str:
-    if isinstance(value, tuple) and isinstance(value[-1], tuple | frozenset):
+    if isinstance(value, tuple) and isinstance(value[-1], tuple):
         return f"{value[0]} items: {', '.join(map(_write, value[1]))}"
-    return repr(value) if isinstance(value, str) else str(value)
+    return repr(value) if isinstance(value, str) and not value.startswith("torch.") else str(value)

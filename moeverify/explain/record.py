@@ -176,6 +176,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         is_fake = any(issubclass(each, FakeTensor) for each in types)
         if is_fake or not (self._is_open and isinstance(func, OpOverload)):
             return func(*args, **named)
+        is_cut = func is torch.ops.aten.detach.default and args[0].requires_grad and is_direct()
+        if is_cut:
+            self.program.cuts.append((len(self.program.ops), self._find(local_part(args[0])), find_sites(2)))
         if any(map(has_operators, types)):
             return NotImplemented
         read = _READERS.get(func.namespace)
@@ -189,8 +192,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         if func.overloadpacket.__name__ in _SAME:
             result = func(*args, **named)
             self._note_same(args, result)
-            if func.overloadpacket.__name__ == "detach" and args[0].requires_grad and is_direct(3):
-                self.program.cuts.append((len(self.program.ops), self._find(args[0]), find_sites(3)))
             return result
         consists = list_decompositions().get(func)
         if consists is not None:
@@ -359,12 +360,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Give the operand's value to a result that is the same tensor in other memory."""
         for source, tensor in zip(list_tensors(args), list_tensors(result), strict=False):
             if storage_of(tensor) != storage_of(source):
-                number = self._find(source)
-                self._memory(tensor).entries[geometry_of(tensor), tensor.dtype] = (
-                    number,
-                    self._memory(tensor).epoch,
-                )
-                self._memory(tensor).writes.append((number, geometry_of(tensor)))
+                number, memory, geometry = self._find(source), self._memory(tensor), geometry_of(tensor)
+                memory.entries[geometry, tensor.dtype] = (number, memory.epoch)
+                memory.writes.append((number, geometry))
 
     def _memory(self, tensor: Tensor) -> Memory:
         key = storage_of(tensor)

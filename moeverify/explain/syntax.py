@@ -38,6 +38,18 @@ class SourceFile:
             node = found
         return first_line(node)
 
+    def statement_at(self, line: int) -> ast.stmt | None:
+        """Return the innermost statement that begins at a line or runs over it."""
+        found = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt))
+        around = [node for node in found if first_line(node) <= line <= (node.end_lineno or 0)]
+        return max(around, key=first_line, default=None)
+
+    def list_lines(self, function: Function | None) -> range:
+        """Return the lines of a function, or of the file."""
+        if function is None:
+            return range(1, max((node.end_lineno or 0 for node in self.tree.body), default=0) + 1)
+        return range(first_line(function), (function.end_lineno or 0) + 1)
+
     def find(self, site: Site) -> ast.AST | None:
         """Return the expression of a recorded call."""
         if site.span is None:
@@ -121,7 +133,7 @@ def walk_own(function: ast.AST) -> Iterator[ast.AST]:
             yield from walk_own(child)
 
 
-def list_assigned(function: Function, name: str) -> Iterator[tuple[int, ast.expr]]:
+def list_assigned(function: ast.AST, name: str) -> Iterator[tuple[int, ast.expr]]:
     """Yield (line, expression) of each assignment to a local name."""
     for node in walk_own(function):
         for target, value in list_targets(node):
@@ -129,7 +141,7 @@ def list_assigned(function: Function, name: str) -> Iterator[tuple[int, ast.expr
                 yield first_line(value), value
 
 
-def list_stored(function: Function, name: str) -> Iterator[tuple[ast.expr, bool]]:
+def list_stored(function: ast.AST, name: str) -> Iterator[tuple[ast.expr, bool]]:
     """Yield the keys and values that are stored in a local list or dictionary, and whether they are appended."""
     for node in walk_own(function):
         if isinstance(node, ast.Call) and _is_append(node, name):

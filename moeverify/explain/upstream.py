@@ -348,7 +348,11 @@ class Upstream:
                 continue
             before = self._joint.list_before([(rank, value)])
             is_before = any((rank, program.values[each].op) in before for each in labels)
-            if (not labels or is_before) and not self._is_harmless(rank, before):
+            known = self._alignment.find((rank, value))
+            is_target = (
+                known is not None and known.ids is not None and self._one.label(known.ids) == target.mark[2]
+            )
+            if is_target or ((not labels or is_before) and not self._is_harmless(rank, before)):
                 yield make_origin("cut", sites)
 
     def _is_harmless(self, rank: int, before: Collection[At]) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
-from moeverify.explain.definitions import Definitions, make_definitions
+from moeverify.explain.definitions import Definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import Program, Site
-from moeverify.explain.python_values import Difference
+from moeverify.explain.program import HIDDEN, Program, Site
+from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import is_of_user
 from moeverify.results.culprit import Origin, OriginKind
 
@@ -127,7 +129,7 @@ class UserLines:
 
     @cached_property
     def _definitions(self) -> Definitions:
-        return make_definitions(self._joint.programs, self._one)
+        return _make_definitions(self._joint.programs, self._one)
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:
@@ -139,4 +141,32 @@ def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference 
         caller=make_line(callers[0]) if callers else None,
         here=None if difference is None else difference.here,
         there=None if difference is None else difference.there,
+    )
+
+
+def _make_definitions(programs: Sequence[Program], one: Program) -> Definitions:
+    """Return the definitions in the user's files that the recorded programs of the ranks name."""
+    files: set[str] = set()
+    made: set[tuple[str, int]] = set()
+    read: set[tuple[str, int]] = set()
+    for program in programs:
+        for op in program.ops:
+            users = [site for site in op.sites if is_of_user(site.file)]
+            files.update(site.file for site in users)
+            if users and op.short not in HIDDEN:
+                (made if op.scalar is None else read).add((users[0].file, users[0].line))
+            if op.step >= 0 and any(program.values[number].is_floating for number in op.results):
+                made.update((site.file, site.line) for site in users)
+        calls = [each[0] for each in program.groups.values()] + program.optimizers
+        files.update(site.file for sites in calls for site in sites)
+    executed = defaultdict(set)
+    for program in programs:
+        for file, line in itertools.chain(*program.lines.values()):
+            executed[file].add(line)
+    # A line that makes tensors is in the recorded program, if it does not read a number of one.
+    values = PythonValues(
+        one.names, [program.names for program in programs], set().union(*one.lines.values())
+    )
+    return Definitions(
+        filter(is_of_user, files), lambda *line: line in made and line not in read, executed, values
     )

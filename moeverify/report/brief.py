@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from moeverify.report.explanation import Numbered, number_findings
@@ -11,7 +12,7 @@ from moeverify.report.sorting import count_verdicts
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.report.words.culprit import describe_relation
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
-from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import CodeLine, Culprit, Origin
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 
@@ -105,20 +106,22 @@ def _tell_finding(item: Numbered, limits: _Limits) -> BriefFinding:
         proved=culprit is not None and culprit.names_cause,
         cause=_cut(describe_cause(finding), limits),
         where=_cut(describe_where(finding), limits),
-        lines=tuple(_cut(line, limits) for line in list_lines(culprit)[: limits.lines]),
+        lines=tuple(_cut(line, limits) for line in list_lines(culprit, finding.origins)[: limits.lines]),
         evidence=tuple(_cut(line, limits) for line in describe_evidence(finding)[: limits.items]),
     )
 
 
-def list_lines(culprit: Culprit | None) -> list[str]:
+def list_lines(culprit: Culprit | None, origins: Sequence[Origin] = ()) -> list[str]:
     """Return `file:line: code (relation)` of the first wrong operation and of the lines to look at.
 
     The first line has no relation to be named: it is the operation, or the maker of its wrong input if only that is
     known. Then come its counterpart, the moves of a wrong operand, its origins, each with the line that calls its
-    function, and the lines between or around.
+    function, and the lines between or around. Without a culprit, there are `origins` alone.
     """
-    if culprit is None:
-        return []
+    return _name_lines(_list_origins(origins) if culprit is None else _list_lines(culprit))
+
+
+def _list_lines(culprit: Culprit) -> list[tuple[CodeLine | None, str]]:
     if culprit.names_cause or culprit.made is None:
         first = [(culprit.here, ""), (culprit.made, "makes its operand")]
     else:
@@ -129,10 +132,20 @@ def list_lines(culprit: Culprit | None) -> list[str]:
         *((each, "moves its operand") for each in culprit.moves),
     ]
     lines = [(each.line, relation) for each, relation in operations if each is not None]
-    for origin in culprit.origins:
-        lines += [(origin.line, describe_relation(origin)), (origin.caller, "calls that function")]
+    lines += _list_origins(culprit.origins)
     lines += [(each.line, "has the same mistake") for each in culprit.others]
-    lines += [(each.line, "lies between right inputs and it") for each in culprit.between]
+    return lines + [(each.line, "lies between right inputs and it") for each in culprit.between]
+
+
+def _list_origins(origins: Iterable[Origin]) -> list[tuple[CodeLine | None, str]]:
+    """Return the lines from which a wrong result may come, each followed by the line that calls its function."""
+    found: list[tuple[CodeLine | None, str]] = []
+    for origin in origins:
+        found += [(origin.line, describe_relation(origin)), (origin.caller, "calls that function")]
+    return found
+
+
+def _name_lines(lines: Iterable[tuple[CodeLine | None, str]]) -> list[str]:
     shown: dict[str, str] = {}
     for line, relation in lines:
         if line is not None:

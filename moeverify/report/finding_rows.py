@@ -51,8 +51,8 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts += list_culprit(culprit)
     elif cause := describe_cause(finding):
         facts.append(("cause", cause))
-    if finding.culprit is not None:
-        facts.extend(("look at", line) for line in list_origins(finding.culprit))
+    origins = (*(finding.culprit.origins if finding.culprit is not None else ()), *finding.origins)
+    facts.extend(("look at", line) for line in list_origins(origins))
     if where := describe_where(finding):
         facts.append(("where", where))
     if culprit is not None:

@@ -113,6 +113,7 @@ OriginKind = Literal[
     "repeated",
     "unused",
     "draw",
+    "skipped",
 ]
 """Relation of a line to the first wrong operation, which comes later:
 
@@ -135,6 +136,7 @@ OriginKind = Literal[
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
 - `draw`: it draws random numbers, and one device does not;
+- `skipped`: one device executes it, and ranks execute other lines of its function;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run.
 """
 

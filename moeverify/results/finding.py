@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import Culprit, Origin
 from moeverify.results.decided import Decided
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
@@ -139,7 +139,7 @@ class Finding(Record):
     precisions for a finding without a cause. If the finding itself comes from a wider run and names the
     cause, it has one entry, for that precision. `culprit` is the first wrong operation. It leads the report
     if it is proved or if nothing else is known. `sites` are lines of a watched script, the most important
-    one first.
+    one first, and `origins` those from which the difference may come.
 
     `cause`, `where` and `evidence` are the same in words: `moeverify.report.words` fills them when JSON is
     written.
@@ -171,6 +171,7 @@ class Finding(Record):
     observations: tuple[Observation, ...] = ()
     place: Place | None = None
     sites: tuple[UserCall, ...] = ()
+    origins: tuple[Origin, ...] = ()
     follow_up: FollowUp | None = None
     wider: tuple[Wider, ...] = ()
     culprit: Culprit | None = None

@@ -120,18 +120,19 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
     "draw": "draws random numbers, and one device does not",
+    "skipped": "one device executes it, and this rank executes other lines of this function",
     "entered": "calls this function from a line that one device does not run",
 }
 """Relation of a line to the wrong result that may come from it."""
 
 
-def list_origins(culprit: Culprit) -> list[str]:
+def list_origins(origins: Sequence[Origin]) -> list[str]:
     """Return one sentence for each line from which the wrong result may come."""
     return [
         f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
         + (f", called from {_name_line(each.caller)}" if each.caller is not None else "")
         + f": {describe_relation(each)}"
-        for each in culprit.origins
+        for each in origins
     ]
 
 

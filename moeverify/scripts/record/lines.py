@@ -6,7 +6,7 @@ interrupted file is usable up to its last complete line.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -150,6 +150,28 @@ class Output(Record):
     bits: int
 
 
+class ExecutedFile(Record):
+    """Lines of a source file that a step executed.
+
+    `checksum` is the CRC-32 of the file. `names` has the line of each assignment or function, the assigned name, and
+    the values that can be compared. Of the functions in `skipped`, only the first lines were followed.
+    """
+
+    path: str
+    checksum: int
+    lines: tuple[int, ...]
+    names: tuple[tuple[int, str, tuple[Any, ...]], ...] = ()
+    skipped: tuple[tuple[int, int], ...] = ()
+
+
+class ExecutedStep(Record):
+    """The user code that ran after the previous step and up to the end of this one."""
+
+    line: Literal["executed"] = "executed"
+    step: int
+    files: tuple[ExecutedFile, ...]
+
+
 class Note(Record):
     """A fact for the comparison, such as `dropout`, `dtype`, `replay` or `stopped`, with a text.
 
@@ -171,7 +193,7 @@ class ScriptEnd(Record):
 
 
 Line = Annotated[
-    Header | LoopCall | Values | Options | Rows | Drawn | Output | Note | ScriptEnd,
+    Header | LoopCall | Values | Options | Rows | Drawn | Output | ExecutedStep | Note | ScriptEnd,
     Field(discriminator="line"),
 ]
 LINES: TypeAdapter[Line] = TypeAdapter(Line)

@@ -25,6 +25,7 @@ from moeverify.scripts.record.lines import (
     REDUCES,
     VERSION,
     Drawn,
+    ExecutedStep,
     Header,
     Line,
     Note,
@@ -58,6 +59,7 @@ class RankRecord:
     rows: list[Rows] = field(default_factory=list)
     drawn: list[Drawn] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
+    executed: list[ExecutedStep] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     end: ScriptEnd | None = None
     _verified: set[int] = field(default_factory=set)  # ids of the lines whose hash was checked
@@ -294,7 +296,8 @@ def _find_problem_of_region(where: ShardRegion) -> str:
 
 
 def _add(
-    record: RankRecord, line: LoopCall | Values | Options | Rows | Drawn | Output | Note | ScriptEnd
+    record: RankRecord,
+    line: LoopCall | Values | Options | Rows | Drawn | Output | ExecutedStep | Note | ScriptEnd,
 ) -> None:
     if isinstance(line, Values):
         record.values[line.step, line.kind, line.name] = line
@@ -310,6 +313,8 @@ def _add(
         record.outputs.append(line)
     elif isinstance(line, Rows):
         record.rows.append(line)
+    elif isinstance(line, ExecutedStep):
+        record.executed.append(line)
     else:
         record.notes.append(line)
 

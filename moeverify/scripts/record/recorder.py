@@ -43,6 +43,7 @@ from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_enclosing_step, find_scale, find_site, safely, to_float
 
 if TYPE_CHECKING:
+    from moeverify.scripts.record.executed import CodeRecorder
     from moeverify.scripts.record.operators import StepOperators
 
 _MOST_ROWS = 4096
@@ -68,11 +69,16 @@ class ScriptRecorder(ModelListener):
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
         self._replay: Replay | None = None
         self._operators: StepOperators | None = None
+        self._code: CodeRecorder | None = None
         if settings.operators is not None:
             from moeverify.scripts.record.operators import StepOperators
 
             self._operators = StepOperators(settings.operators, settings.limit)
             self.unseen = self._operators.unseen
+        if settings.code:
+            from moeverify.scripts.record.executed import CodeRecorder
+
+            self._code = CodeRecorder()
         self._has_initial: set[tuple[int, str]] = set()
         self._own: dict[int, int] = {}  # id of the parameter -> hash of its values before they were changed
         self._stepped: set[int] = set()  # ids of parameters that the model keeps alive
@@ -168,6 +174,11 @@ class ScriptRecorder(ModelListener):
             self._open()  # creates the folder if needed
             self._operators.end(self.settings.out, *self.find_rank())
         self._steps[optimizer] = step + 1
+        if self._code is not None and step + 1 > self.step:
+            executed = self._code.end_step(step)
+            if executed.files:
+                self._open().add(executed)
+            self._code.follow(self.settings.includes(step + 1))
         self.step = max(self.step, step + 1)
         if min(self._steps.values()) > self.settings.last:
             self.close()
@@ -209,6 +220,8 @@ class ScriptRecorder(ModelListener):
             self._outputs.remove()
         if self._operators is not None:
             self._operators.stop()
+        if self._code is not None:
+            self._code.follow(False)
 
     # Recorded data
     # --------------------------------------------------------------------------------------------

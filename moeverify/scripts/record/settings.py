@@ -28,6 +28,7 @@ class Settings(Record):
       `nudge_dtype`, the dtype that the script computes in, or else to the dtype of the weights.
     - `outputs`: record the inputs and outputs of modules.
     - `operators`: step whose operators are all recorded.
+    - `code`: record the executed lines of the user's code and the Python values that they assign.
     """
 
     out: Path
@@ -41,6 +42,7 @@ class Settings(Record):
     nudge_dtype: Literal["bfloat16", "float16"] | None = None
     outputs: bool = False
     operators: int | None = None
+    code: bool = True
 
     def includes(self, step: int) -> bool:
         """Return whether the tensors of a step are recorded."""

@@ -134,6 +134,17 @@ def test_what_must_be_equal_is_reported_before_any_tensor(
 
 
 @pytest.mark.parametrize(
+    ("bug", "kind", "text"),
+    [("data", "branch", "batch = batch.roll(3, 0)"), ("forgotten", "definition", "model.named_parameters()")],
+)
+def test_the_line_that_differs_from_one_device_is_named(
+    recordings: Recordings, bug: str, kind: str, text: str
+) -> None:
+    first = origins(recordings.compare(bug))[0].origins[0]
+    assert (first.kind, text in first.line.expression) == (kind, True)
+
+
+@pytest.mark.parametrize(
     ("bug", "cause", "source"),
     [
         ("experts", Cause.SCALE, "ranks"),

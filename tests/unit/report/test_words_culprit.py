@@ -259,7 +259,7 @@ def test_lines_to_look_at_are_named_with_their_callers() -> None:
         {"kind": "group", "line": THERE.line, "caller": OTHER.line},
         {"kind": "cut", "line": HERE.line},
     )
-    assert list_origins(make("place", origins=origins)) == [
+    assert list_origins(make("place", origins=origins).origins) == [
         "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group of that collective",
         "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient, unlike the same place on one device",
     ]
@@ -267,7 +267,7 @@ def test_lines_to_look_at_are_named_with_their_callers() -> None:
 
 def test_every_origin_has_words() -> None:
     for kind in get_args(OriginKind):
-        (text,) = list_origins(make("place", origins=({"kind": kind, "line": HERE.line},)))
+        (text,) = list_origins(make("place", origins=({"kind": kind, "line": HERE.line},)).origins)
         assert text.startswith("`x * 0.9`, mine/ffn.py:12 in forward: ")
         assert not PRIVATE.search(text.replace("`", ""))
 

@@ -1,0 +1,138 @@
+"""User code that a rank executes in a step and one device does not, or with other Python values.
+
+No operators are needed: it compares the code of two runs of a script.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+from moeverify.explain.branches import list_functions
+from moeverify.explain.definitions import Definitions
+from moeverify.explain.program import Executed
+from moeverify.explain.python_values import Name, PythonValues
+from moeverify.explain.sites import find_line
+from moeverify.explain.syntax import map_assignments
+from moeverify.explain.user_lines import make_origin
+from moeverify.results.culprit import Origin, OriginKind
+
+_Line = tuple[str, int]
+"""(file, line)."""
+
+_MOST_DIFFERENT = 3
+"""Maximum number of lines that differ; where more do, none stands out."""
+
+
+class ExecutedCode:
+    """Comparison of the code that ranks (`many`) and one device (`one`) executed up to a step with a wrong result.
+
+    The results of earlier steps are right: lines and values that differ there, too, do not count.
+    """
+
+    def __init__(self, many: Sequence[Executed], one: Executed, step: int) -> None:
+        skipped = set[tuple[str, int, int]]().union(*(each.skipped for each in (*many, one)))
+        self._step = step
+        self._many = [_leave_out(each, skipped, step) for each in many]
+        self._one = _leave_out(one, skipped, step)
+        self._first = min(self._one.lines, default=step)
+
+    def find(self, calls: Sequence[_Line]) -> Iterator[Origin]:
+        """Yield the lines from which the results of some calls may come, each a (file, line).
+
+        First come lines that define other values than on one device, then lines that one side alone executes.
+        """
+        for call in calls:
+            for site, difference in self._definitions.find_differences(*call).items():
+                yield make_origin("definition", [site], difference)
+        alone: list[tuple[OriginKind, Executed, Executed]] = []
+        for mine in self._many:
+            alone += [("skipped", self._one, mine), ("branch", mine, self._one)]
+        found = dict.fromkeys(
+            (kind, line) for kind, here, there in alone for line in self._list_alone(here, there, calls)
+        )
+        if len(found) <= _MOST_DIFFERENT:
+            yield from (make_origin(kind, [find_line(*line)]) for kind, line in found)
+
+    def _list_alone(self, here: Executed, there: Executed, calls: Sequence[_Line]) -> Iterable[_Line]:
+        """Return the first line that one side alone executes, and not in an earlier step, in each function of both.
+
+        Later lines of the function may follow from it. The first pass through a training loop ends after the second
+        optimizer step at the latest. In it, ranks alone set up process groups and add up losses: only lines count in
+        functions that the calls use, or that assign to the same names as they do.
+        """
+        before = set[_Line]().union(*(lines for step, lines in here.lines.items() if step < self._step))
+        known = set[_Line]().union(*there.lines.values())
+        shared = {self._function_of(line) for line in there.lines.get(self._step, ())}
+        if is_first := self._step <= self._first + 1:
+            called = set[_Line]().union(*(self._definitions.list_called(*call) for call in calls))
+            called -= set(map(self._function_of, calls))
+            names = {name for call in calls for name in _list_assigned(call)}
+        found = dict[_Line, _Line]()
+        for line in sorted(here.lines.get(self._step, set()) - before - known):
+            function = self._function_of(line)
+            if is_first and function not in called and names.isdisjoint(_list_assigned(line)):
+                continue
+            if function in shared:
+                found.setdefault(function, line)
+        return found.values()
+
+    def _function_of(self, line: _Line) -> _Line:
+        """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
+        file, number = line
+        if file not in self._functions:
+            self._functions[file] = list_functions(file)
+        around = [first for first, last in self._functions[file] if first <= number <= last]
+        return file, max(around, default=0)
+
+    @cached_property
+    def _functions(self) -> dict[str, list[tuple[int, int]]]:
+        return {}
+
+    @cached_property
+    def _definitions(self) -> Definitions:
+        executed = defaultdict[str, set[int]](set)
+        for file, line in itertools.chain.from_iterable(
+            each for mine in self._many for each in mine.lines.values()
+        ):
+            executed[file].add(line)
+        of_one = set[_Line]().union(*self._one.lines.values())
+        one, *many = (_choose(each, {self._first, self._step}) for each in (self._one, *self._many))
+        before = range(self._first, self._step)
+        earlier = PythonValues(_choose(self._one, before), [_choose(each, before) for each in self._many])
+        again = set[Name]().union(*(each.get(self._step, {}) for each in many))
+        harmless = {name for name in again if earlier.compare(name, ()) is not None}
+        values = PythonValues(one, many, of_one, harmless)
+        return Definitions(executed, lambda *_: False, executed, values, has_modules=True)
+
+
+def _list_assigned(line: _Line) -> tuple[str, ...]:
+    """Return the names and attributes to which a line assigns."""
+    return map_assignments(line[0]).get(line[1], (0, ()))[1]
+
+
+def _choose(executed: Executed, steps: Collection[int]) -> dict[int, dict[Name, list[Any]]]:
+    """Return the values of some steps."""
+    return {step: values for step, values in executed.names.items() if step in steps}
+
+
+def _leave_out(executed: Executed, skipped: Collection[tuple[str, int, int]], step: int) -> Executed:
+    """Return the code of all steps up to `step`, without functions of which only the first lines were followed."""
+
+    def is_known(file: str, line: int) -> bool:
+        return not any(file == other and first <= line <= last for other, first, last in skipped)
+
+    lines = {
+        number: {line for line in each if is_known(*line)}
+        for number, each in executed.lines.items()
+        if number <= step
+    }
+    names = {
+        number: {name: values for name, values in each.items() if is_known(*name[:2])}
+        for number, each in executed.names.items()
+        if number <= step
+    }
+    return Executed(lines, names)

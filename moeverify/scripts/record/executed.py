@@ -1,0 +1,78 @@
+"""Recording of the user code that a script executes, step by step, with the Python values that it assigns."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import zlib
+from collections import defaultdict
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from moeverify.explain.lines import Lines
+from moeverify.explain.program import SETUP, Executed
+from moeverify.input_file import open_input
+from moeverify.scripts.record.lines import ExecutedFile, ExecutedStep
+
+_MOST_LINES = 20_000
+"""Maximum number of lines of a function that are followed in a step. Each costs about a microsecond."""
+
+_SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
+"""Names of which no text is recorded, such as `api_key`."""
+
+
+class CodeRecorder:
+    """Follows the code of the calling thread, from the functions that run now on."""
+
+    def __init__(self) -> None:
+        self._executed = Executed()
+        self._lines = Lines(self._executed, _MOST_LINES)
+        self._entered = ExitStack()
+        self.follow(True)
+        # Children, such as workers of a data loader, would go on.
+        os.register_at_fork(after_in_child=lambda: sys.settrace(None))
+
+    def end_step(self, step: int) -> ExecutedStep:
+        """Return the code since the previous step, and begin the next one."""
+        by_file = defaultdict[str, set[int]](set)
+        names = defaultdict[str, list[tuple[int, str, tuple[Any, ...]]]](list)
+        for file, line in self._executed.lines.pop(SETUP):
+            by_file[file].add(line)
+        for (file, line, name), values in self._executed.names.pop(SETUP).items():
+            if not (_SECRET.search(name) and any(isinstance(each, str) for each in values)):
+                names[file].append((line, name, tuple(values)))
+        skipped = sorted(self._executed.skipped)
+        self._executed.skipped.clear()
+        self._lines.begin(SETUP)
+        return ExecutedStep(
+            step=step,
+            files=tuple(
+                ExecutedFile(
+                    path=file,
+                    checksum=checksum_source(file),
+                    lines=tuple(sorted(by_file[file])),
+                    names=tuple(names[file]),
+                    skipped=tuple((first, last) for other, first, last in skipped if other == file),
+                )
+                for file in sorted({*by_file, *names})
+            ),
+        )
+
+    def follow(self, is_followed: bool) -> None:
+        """Follow the code that runs from now on, or do not."""
+        self._entered.close()
+        if is_followed:
+            self._entered.enter_context(self._lines.following(is_running=True))
+
+
+@cache
+def checksum_source(path: str) -> int:
+    """Return the CRC-32 of a source file, -1 if it cannot be read."""
+    try:
+        with open_input(Path(path)) as file:
+            return zlib.crc32(file.read())
+    except OSError:
+        return -1
