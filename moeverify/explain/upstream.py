@@ -240,15 +240,20 @@ class Upstream:
             return
         program, mine = self._joint.programs[rank], self._roots(end)
         missing = {root for op in adds for number in op.reads() for root in self._one.roots_of(number)} - mine
+        weights: dict[bool, dict[int, None]] = {True: {}, False: {}}
         for op in program.ops:
-            if (op.phase, op.step) != ("backward", mark[0]) or op.origin < 0:
-                continue
             shapes = [program.values[number].shape for number in op.results]
-            if self._joint.value(end).shape not in shapes or not missing & self._roots((rank, op.results[0])):
+            is_backward = (op.phase, op.step) == ("backward", mark[0]) and op.origin >= 0
+            if not is_backward or self._joint.value(end).shape not in shapes:
                 continue
-            for base in map(program.base, program.ops[op.origin].reads()):
-                if program.ops[base.op].step < 0 and base.label != mark[2]:
-                    yield from self._describe_made((rank, base.op))
+            bases = map(program.base, program.ops[op.origin].reads())
+            makers = dict.fromkeys(base.op for base in bases if program.ops[base.op].step < 0)
+            for is_missing, roots in ((True, missing), (False, mine)):
+                if roots & self._roots((rank, op.results[0])):
+                    weights[is_missing] |= makers
+        for maker in weights[True]:
+            if maker not in weights[False]:
+                yield from self._describe_made((rank, maker))
 
     def _list_unused(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the collectives before an operation, in its step, whose results nothing uses."""

@@ -375,6 +375,8 @@ def _describe_moved(culprit: Culprit) -> list[Row]:
         return [(_CAUSE, f"{names} is {source}")]
     if culprit.moves_there:
         later = ", then ".join(map(_name_operation, culprit.moves_there))
+        if culprit.moves_there[0].operator.strip("_") == "add":
+            return [(_CAUSE, f"{names} is only {source}"), (_THERE, f"adds another part to it: {later}")]
         return [(_CAUSE, f"{names} is {source}"), (_THERE, f"followed by {later}")]
     if culprit.copy_of:
         return [(_CAUSE, f"{names} is a copy of {culprit.copy_of}: it has the values of {source}")]

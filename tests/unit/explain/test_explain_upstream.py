@@ -11,9 +11,12 @@ import torch.distributed as dist
 from generated import explain
 from recordings import make, record_call
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from moeverify.explain.agreement import is_block
 from moeverify.explain.culprits import Culprits
+from moeverify.explain.describe import read_expression
 from moeverify.explain.explain import Explainer
 from moeverify.explain.groups import follow_groups
 from moeverify.explain.program import SETUP, Program
@@ -57,6 +60,19 @@ def test_a_tensor_that_is_detached_cuts_its_gradient() -> None:
 
     culprit, *_ = explain_call(run, 1, 0)
     assert ("cut", "kept.detach()") in list_origins(culprit)
+
+
+def test_a_sharded_weight_that_is_detached_cuts_its_gradient() -> None:
+    """Its local tensor, which operators take, has no gradient in any case."""
+    recorder = Recorder()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        weight = distribute_tensor(make(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
+        with recorder.recording():
+            weight.detach().sin()
+    finally:
+        dist.destroy_process_group()
+    assert [read_expression(sites[0]) for _, _, sites in recorder.program.cuts] == ["weight.detach()"]
 
 
 def test_a_number_that_one_device_does_not_have_is_named_with_its_definition() -> None:

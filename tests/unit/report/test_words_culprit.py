@@ -202,12 +202,26 @@ def test_an_operand_without_a_counterpart_was_made_wrongly_before() -> None:
     assert make("operand", taken=WEIGHT, right=MADE, there=THERE).names_cause
 
 
-def test_a_value_to_which_one_device_does_more_is_named_with_what_follows() -> None:
-    culprit = make("moved", results=("weight/w",), taken=WEIGHT, moves_there=(THERE, OTHER))
-    rows = [
-        ("cause", "weight/w is head.weight"),
-        ("reference", f"followed by {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
-    ]
+@pytest.mark.parametrize(
+    ("later", "rows"),
+    [
+        (
+            (THERE, OTHER),
+            [
+                ("cause", "weight/w is only head.weight"),
+                ("reference", f"adds another part to it: {X_B}, then `a @ w` (mm), mine/ffn.py:9"),
+            ],
+        ),
+        (
+            (OTHER,),
+            [("cause", "weight/w is head.weight"), ("reference", "followed by `a @ w` (mm), mine/ffn.py:9")],
+        ),
+    ],
+)
+def test_a_value_to_which_one_device_does_more_is_named_with_what_follows(
+    later: tuple[Operation, ...], rows: list[tuple[str, str]]
+) -> None:
+    culprit = make("moved", results=("weight/w",), taken=WEIGHT, moves_there=later)
     assert list_culprit(culprit)[:2] == rows
 
 
