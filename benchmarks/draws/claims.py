@@ -241,7 +241,8 @@ def _read_kind_of_culprit(
         return "optimizer" if is_rate else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
         return "elsewhere" if mechanism == "moved" and not culprit["moves_there"] else "state"
-    if taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != ""):
+    is_stale = taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != "")
+    if is_stale or (mechanism == "removed" and taken):  # an operation that takes a value of an earlier step
         return "state"
     if taken and right and taken["label"] and right["label"] and taken["label"] != right["label"]:
         return "elsewhere"

@@ -12,12 +12,13 @@ from functools import cached_property
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, walk_back
+from moeverify.explain.chains import is_passing, list_of_step, walk_back
 from moeverify.explain.joint import At
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.sites import find_line, is_of_user, parse_file
 from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines
+from moeverify.results.checks import Kind
 
 Line = tuple[str, int]
 """(file, line)."""
@@ -30,6 +31,8 @@ _Function = tuple[str, int]
 
 _MOST_BEFORE = 2
 """Maximum number of branches before the first step that are shown."""
+_MOST_REPLACED = 32
+"""Maximum number of operators that compute a value which a repair replaces."""
 _MOST_FOLLOWED = 400
 """Maximum number of operators that are followed upstream."""
 
@@ -70,19 +73,35 @@ class Branches:
             inside = (block for block in blocks if self._function_of(block[0]) in functions)
             note(block[0] for block in inside if not self._is_later(block, first))
 
+        replaced = set(map(self._joint.maker, self._list_replaced(cause)))
+
         def reads(op: At) -> list[At]:
-            return [at for at in self._joint.own_reads(op) if self._may_be_wrong(at, block_of)]
+            taken = self._joint.own_reads(op)
+            if op in replaced and len(replaced) < _MOST_REPLACED:
+                floating = [at for at in taken if self._joint.value(at).is_floating]
+                replaced.update(map(self._joint.maker, list_of_step(self._joint, floating)))
+                return taken
+            return [at for at in taken if self._may_be_wrong(at, block_of)]
 
         note(sites)
         note_in({self._function_of(line) for line in (*sites[:1], *writers[:1])})
-        starts = [first] if cause.known else [*cause.stretch, first]
+        starts = [*([] if cause.known else cause.stretch), first, *replaced]
         for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
             note(self._sites(op))
+        note_in({self._function_of(line) for op in replaced for line in self._sites(op)[:1]})
         note_in({self._function_of(line) for line in (*sites, *writers)})
         if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before
             before = self._list_blocks(first[0], {SETUP})
             found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
         yield from (find_line(*line) for line in found.values())
+
+    def _list_replaced(self, cause: OperatorCause) -> list[At]:
+        """Return the operands that a repair replaces: also right ones, such as a whole value in a sum of parts."""
+        first, found = cause.ops[0], [at for each in cause.repairs for at in each.changes.values]
+        if any(each.kind == "share" for each in cause.repairs):
+            known = [(at, self._alignment.find(at)) for at in self._joint.own_reads(first)]
+            found += [at for at, each in known if each is not None and not each.over]
+        return found
 
     def _list_possible(self, first: At, target: Target) -> list[_Block]:
         """Return the blocks of the step that compute no right result.
@@ -110,11 +129,12 @@ class Branches:
         return [(site.file, site.line) for op in made for site in op.sites if is_of_user(site.file)]
 
     def _may_be_wrong(self, at: At, lines: Collection[Line]) -> bool:
-        """Return whether an operand is wrong, may be a right value of another place, or was made in these lines."""
-        maker = self._joint.maker(at)
+        """Return whether an operand is wrong or a multiple, may be of another place, or was made in these lines."""
+        maker, known = self._joint.maker(at), self._alignment.find(at)
         return (
             is_passing(self._joint, maker)
             or not self._alignment.is_right(at)
+            or (known is not None and known.scale != 1.0)
             or self._agreement.is_displaced(at)
             or any(line in lines for line in self._sites(maker))
         )
@@ -154,8 +174,11 @@ class Branches:
 
     @cached_property
     def _proven(self) -> list[set[tuple[int, Line]]]:
-        """The lines of each rank that compute right results, such as gradients of other parameters, with the step."""
-        ends = [at for each in self._right for at in each.values.values()]
+        """The lines of each rank that compute right results, such as gradients of other parameters, with the step.
+
+        Buffers may be right although their operands are wrong, such as counts of choices.
+        """
+        ends = [at for each in self._right if each.mark[1] != Kind.BUFFER for at in each.values.values()]
         found: list[set[tuple[int, Line]]] = [set() for _ in self._joint.programs]
         for op in self._joint.list_before(ends) if ends else ():
             found[op[0]].update((self._joint.op(op).step, line) for line in self._sites(op))

@@ -199,6 +199,15 @@ class Culprits:
         )
         return str(narrow).removeprefix("torch.") if is_rounded else ""
 
+    def _find_stale(self, op: At, edit: Edit) -> SourceValue | None:
+        """Return a value of an earlier step that an operator takes and that its removal leaves out, or None."""
+        taken = [at for at in self._joint.own_reads(op) if self._joint.value(at).is_floating]
+        kept = edit.place[0] if edit.place else 0
+        found = [self._source(at) for place, at in enumerate(taken) if place != kept]
+        return next(
+            (each for each in found if each is not None and 0 <= each.step < self._joint.op(op).step), None
+        )
+
     def _find_scaler(self, cause: OperatorCause) -> At:
         """Return the operator that makes a value of a cause a multiple of the right one."""
         if cause.known == "scale":
@@ -282,7 +291,7 @@ class Culprits:
         if edit.kind == "scale":
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
         if edit.kind == "removed":
-            return {"rounds_to": self._find_rounding(first)}
+            return {"rounds_to": self._find_rounding(first), "taken": self._find_stale(first, edit)}
         if edit.kind in ("group", "number"):
             axes = edit.numbers[0] if edit.kind == "group" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}

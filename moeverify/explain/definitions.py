@@ -24,6 +24,7 @@ from moeverify.explain.syntax import (
     find_argument,
     first_line,
     function_line,
+    is_augmented,
     is_choice,
     is_looped,
     is_of_self,
@@ -194,7 +195,7 @@ class Definitions:
         return [_site(scope, test) for scope, test in found]
 
     def find_members(self, sites: Sequence[Site]) -> list[Site]:
-        """Return the conditions under which elements are appended to the lists that the calls of a stack take.
+        """Return the conditions under which elements are in the lists that the calls of a stack take.
 
         A condition that calls a function of the user is followed by the values that the function returns.
         """
@@ -202,9 +203,11 @@ class Definitions:
         return list(dict.fromkeys(self._list_members([_Use(*each, first_line(each[0])) for each in scopes])))
 
     def _list_members(self, uses: Sequence[_Use]) -> Iterator[Site]:
-        waiting, seen = deque(uses), set[ast.AST]()
-        while waiting and len(seen) < _MOST_FOLLOWED:
-            use = waiting.popleft()
+        waiting, later, seen = deque[_Use](), deque(uses), set[ast.AST]()
+        while (waiting or later) and len(seen) < _MOST_FOLLOWED:
+            use = (
+                waiting.popleft() if waiting else later.popleft()
+            )  # the names of the innermost call come first
             for node in list_loads(use.node):
                 if isinstance(node, ast.Name) and use.scope.function is not None:
                     for test in list_append_tests(use.scope.file, use.scope.function, node.id):
@@ -216,6 +219,8 @@ class Definitions:
                 if isinstance(node, ast.Attribute) and not is_of_self(node):
                     continue
                 for each in self._define(node, use):
+                    tests = [test for made in getattr(each.value, "generators", ()) for test in made.ifs]
+                    yield from (_site(each.scope, test) for test in tests)
                     if each.value not in seen:
                         seen.add(each.value)
                         waiting.append(_Use(each.value, each.scope, first_line(each.value)))
@@ -333,9 +338,10 @@ class Definitions:
             if at < line and self._is_executed(scope.file, value)
         ]
         if assigned:
-            last = max(at for at, _ in assigned)
+            # An augmented assignment, such as `x += 1`, also takes the value that was assigned before it.
+            plain = [at for at, value in assigned if not is_augmented(scope.file, value)]
             for at, value in assigned:
-                if at == last:
+                if at >= max(plain, default=0):
                     is_shown = not is_looped(scope.file, value)
                     yield _Definition(value, scope, is_shown, _name(scope, value, name))
             stored = list_stored(body, name)

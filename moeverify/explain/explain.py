@@ -476,14 +476,17 @@ class Explainer:
 
     @cached_property
     def _proven(self) -> set[At]:
-        """The operators of forward passes whose results are right, since all losses of the step are."""
-        losses = [each for each in (*self.right, *self.wrong) if each.mark[1] == Kind.LOSS]
-        if not losses or any(each in losses for each in self.wrong):
-            return set()
-        before = self.joint.list_before([at for each in losses for at in each.values.values()])
-        return {
-            op for op in before if (self.joint.op(op).phase, self.joint.op(op).step) == ("forward", self.step)
-        }
+        """The operators of passes whose results are right, since all losses, or all gradients, of the step are."""
+        found: set[At] = set()
+        for kind, phase in ((Kind.LOSS, "forward"), (Kind.GRADIENT, "backward")):
+            if any(each.mark[1] == kind for each in self.wrong):
+                break
+            shown = [each for each in self.right if each.mark[1] == kind]
+            before = self.joint.list_before([at for each in shown for at in each.values.values()])
+            found |= {
+                op for op in before if (self.joint.op(op).phase, self.joint.op(op).step) == (phase, self.step)
+            }
+        return found
 
 
 def _order(target: Target) -> int:

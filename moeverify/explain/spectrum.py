@@ -71,23 +71,25 @@ class Spectrum:
         return [(op, self._lines.sites(op)) for op in self._list_lineage(target.values.get(rank))]
 
     def list_unwritten(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the line of the optimizer that writes most right results of this kind, and not the wrong one.
+        """Yield the line after the passes that writes most right results of this kind, and not the wrong one.
 
-        Then its conditions. Nothing for results of the passes.
+        Then its conditions, and those of the lists that it takes. Nothing for other results of the passes.
         """
         target, rank = cause.targets[0], cause.ops[0][0]
-        right = self._list_right(cause) if target.mark[1] in _OF_OPTIMIZER else []
+        right = self._list_right(cause) if target.mark[1] in (*_OF_OPTIMIZER, Kind.GRADIENT) else []
         written = [self._find_writer(each, rank) for each in right]
         mine = {sites for _, sites in self._list_passed(target, rank)}
         for sites, count in Counter(filter(None, written)).most_common(1):
             if 2 * count > len(right) and sites not in mine:
                 yield make_origin("missing", sites)
                 yield from self._lines.list_conditions(sites)
+                yield from self._lines.list_members(sites, ())
 
     def _find_writer(self, target: Target, rank: int) -> tuple[Site, ...]:
-        """Return the last line of user code in the optimizer's step that a result passes."""
+        """Return the last line of user code that a result passes, a gradient after the passes, others in the step."""
+        phase = "forward" if target.mark[1] == Kind.GRADIENT else "step"
         passed = self._list_passed(target, rank)
-        return next((sites for op, sites in passed if sites and self._joint.op(op).phase == "step"), ())
+        return next((sites for op, sites in passed if sites and self._joint.op(op).phase == phase), ())
 
     def list_missing(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield a collective or setup line of right results of this kind that the wrong one has not passed.

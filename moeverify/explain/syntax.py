@@ -100,6 +100,11 @@ def is_choice(file: SourceFile, value: ast.expr) -> bool:
     return is_set or isinstance(file.parents.get(parent), ast.If)
 
 
+def is_augmented(file: SourceFile, value: ast.expr) -> bool:
+    """Return whether a statement such as `x += value` takes an expression."""
+    return isinstance(file.parents.get(value), ast.AugAssign)
+
+
 def is_looped(file: SourceFile, value: ast.expr) -> bool:
     """Return whether a loop runs over an expression."""
     return isinstance(parent := file.parents.get(value), ast.For) and parent.iter is value
