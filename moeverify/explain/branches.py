@@ -129,12 +129,11 @@ class Branches:
         return [(site.file, site.line) for op in made for site in op.sites if is_of_user(site.file)]
 
     def _may_be_wrong(self, at: At, lines: Collection[Line]) -> bool:
-        """Return whether an operand is wrong or a multiple, may be of another place, or was made in these lines."""
-        maker, known = self._joint.maker(at), self._alignment.find(at)
+        """Return whether an operand is wrong, may be a right value of another place, or was made in these lines."""
+        maker = self._joint.maker(at)
         return (
             is_passing(self._joint, maker)
             or not self._alignment.is_right(at)
-            or (known is not None and known.scale != 1.0)
             or self._agreement.is_displaced(at)
             or any(line in lines for line in self._sites(maker))
         )

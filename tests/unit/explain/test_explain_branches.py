@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from recordings import make, record_call
+from recordings import list_ops, make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
+from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Changes
 from moeverify.explain.program import Program
 from moeverify.explain.record import Recorder
 from moeverify.explain.upstream import Upstream
@@ -69,6 +71,31 @@ def test_a_branch_that_computes_an_operand_is_named() -> None:
         return (taken @ WEIGHT + x).sin()
 
     assert "return x * 1.0" in list_branches(run)
+
+
+def test_a_line_without_an_operator_that_decides_a_replaced_value_is_named() -> None:
+    """The added value is right by itself, but the repair replaces it."""
+
+    def count(x: Tensor, on_ranks: int) -> Tensor:
+        share = 0.3
+        if on_ranks:
+            share = 3e-1
+        return x.exp() * share
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        added = count(x, on_ranks)
+        return (x.cos() if on_ranks else x.sin()) + added
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    (add,), (added,) = list_ops(ranks, "add"), list_ops(ranks, "mul")
+    replaced = Changes(values={(0, added.results[0]): torch.zeros(8, 4)})
+    repair = Edit("operand", ((0, add.number),), replaced)
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
+    for repairs, is_named in (([repair], True), ([], False)):
+        cause = OperatorCause([(0, add.number)], repairs, explainer.wrong[:1])
+        lines = [each.line.expression for each in upstream.find(cause) if each.kind == "branch"]
+        assert ("share = 3e-1" in lines) is is_named
 
 
 def test_a_branch_after_the_first_wrong_operation_is_not_named() -> None:
@@ -134,6 +161,20 @@ def test_the_condition_under_which_right_results_are_written_is_named() -> None:
     lines = list_lines([ranks], one)
     assert ("missing", "weight.mul_(0.5).sub_(0.1)") in lines
     assert ("condition", "on_ranks and number % 3 == 2") in lines
+
+
+def test_a_list_without_the_wrong_gradient_is_named_with_its_condition() -> None:
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        gradients = {name: x * scale for name, scale in (("a", 1.0), ("b", 1.1), ("c", 1.2), ("skip", 1.3))}
+        coefficient = x.sum().sigmoid()
+        chosen = [value for name, value in gradients.items() if not (on_ranks and name == "skip")]
+        for gradient in chosen:
+            gradient.mul_(coefficient)
+        return gradients
+
+    lines = list_lines([record(run, 1, Kind.GRADIENT)], record(run, 0, Kind.GRADIENT))
+    assert ("missing", "gradient.mul_(coefficient)") in lines
+    assert ("member", 'not (on_ranks and name == "skip")') in lines
 
 
 def test_a_line_that_reads_a_state_which_nothing_writes_is_named() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moeverify.explain.definitions import Definitions
+from moeverify.explain.describe import read_expression
 from moeverify.explain.program import Site
 
 SOURCE = """
@@ -228,6 +229,24 @@ def find_in_lists(tmp_path: Path, *, of_members: bool = False, keyword: str = ""
 def test_conditions_name_what_keeps_elements_out_of_a_list_that_a_call_takes(tmp_path: Path) -> None:
     found = find_in_lists(tmp_path, of_members=True)
     assert found == ['if hasattr(parameter, "axis"):', 'if "gain" in name:']
+
+
+CHOSEN = """
+def finish(experts, half):
+    experts = [expert for number, expert in enumerate(experts) if number % 3 < 2]
+    for expert in experts:
+        gradient = local(expert.grad)
+        gradient /= half
+        reduce_all(gradient)
+"""
+
+
+def test_conditions_of_a_comprehension_keep_elements_out_of_a_list(tmp_path: Path) -> None:
+    """`gradient /= half` leaves `gradient` a value of `expert`."""
+    (path := tmp_path / "chosen.py").write_text(CHOSEN)
+    site = Site(str(path), 7, "", 0, (7, 8, 7, 28))
+    found = Definitions([str(path)], lambda *_: False).find_members([site])
+    assert [read_expression(each) for each in found] == ["number % 3 < 2"]
 
 
 def test_one_argument_of_a_call_can_be_followed_alone(tmp_path: Path) -> None:

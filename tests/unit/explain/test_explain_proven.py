@@ -81,6 +81,25 @@ def test_a_wrong_loss_proves_nothing() -> None:
     assert list_first(record(True, loss_scale=1.5), record(False))[0] == "forward"
 
 
+@pytest.mark.parametrize(("scale", "is_proven"), [(1.0, True), (1.5, False)])
+def test_right_gradients_prove_the_backward_pass(scale: float, is_proven: bool) -> None:
+    def record_gradient(scale: float) -> Program:
+        recorder, x = Recorder(), make(8, 4)
+        recorder.name_tensors([("x", x)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            leaf = x.clone().requires_grad_()
+            (leaf.sin().sum() * scale).backward()
+            assert leaf.grad is not None
+            recorder.observe(0, Kind.GRADIENT, "x", leaf.grad, Region.whole((8, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    ranks = record_gradient(scale)
+    backward = {(0, op.number) for op in ranks.ops if op.phase == "backward" and op.short == "mul"}
+    assert (backward <= Explainer([ranks], record_gradient(1.0), 0, ())._proven) is is_proven
+
+
 def run(parts: tuple[int, ...]) -> Program:
     recorder, x = Recorder(), make(8, 4)
     recorder.name_tensors([("x", x)])

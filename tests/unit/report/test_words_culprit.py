@@ -225,6 +225,10 @@ def test_a_value_to_which_one_device_does_more_is_named_with_what_follows(
     assert list_culprit(culprit)[:2] == rows
 
 
+def test_an_operation_that_takes_an_earlier_value_says_so() -> None:
+    assert ("here", "it takes head.weight, an earlier one") in list_culprit(make("removed", taken=WEIGHT))
+
+
 SUMS = (
     SumPart(ranks=(0, 1), source=1, weight=0.0, rows=(2, 7)),
     SumPart(ranks=(2,), source=0, weight=1.0, rows=(3,), source_rows=(4,)),
