@@ -259,7 +259,12 @@ def _list_lines(operation: Mapping[str, Any], *, callers: int) -> list[tuple[str
 
 def _list_origins(culprit: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the lines from which a wrong result may come, and those that call them."""
-    lines = [each for origin in culprit.get("origins", ()) for each in (origin["line"], origin.get("caller"))]
+    origins = culprit.get("origins", ())
+    lines = [
+        each
+        for origin in origins
+        for each in (origin["line"], origin.get("caller"), *origin.get("outer", ()))
+    ]
     return [(line["file"], line["line"]) for line in lines if line]
 
 

@@ -17,6 +17,10 @@ from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import is_of_user
 from moeverify.results.culprit import Origin, OriginKind
 
+_COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
+"""Relations of collectives to a wrong result."""
+_MOST_CALLS = 3
+
 
 class UserLines:
     """Lines of the user's code in the programs of the ranks (`joint`) and of one device (`one`)."""
@@ -133,12 +137,16 @@ class UserLines:
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:
-    """Return the record of a line, `sites[0]`, and of the next line of the user's code that calls it."""
-    callers = [site for site in sites[1:] if is_of_user(site.file)][:1]
+    """Return the record of a line, `sites[0]`, and of the next line of the user's code that calls it.
+
+    Functions around collectives are shared by layers and gradients, so these have more calls.
+    """
+    callers = [site for site in sites[1:] if is_of_user(site.file)][:_MOST_CALLS]
     return Origin(
         kind=kind,
         line=make_line(sites[0]),
         caller=make_line(callers[0]) if callers else None,
+        outer=tuple(map(make_line, callers[1:])) if kind in _COLLECTIVE else (),
         here=None if difference is None else difference.here,
         there=None if difference is None else difference.there,
     )

@@ -142,6 +142,7 @@ def _list_origins(origins: Iterable[Origin]) -> list[tuple[CodeLine | None, str]
     found: list[tuple[CodeLine | None, str]] = []
     for origin in origins:
         found += [(origin.line, describe_relation(origin)), (origin.caller, "calls that function")]
+        found += [(line, "calls that function") for line in origin.outer]
     return found
 
 

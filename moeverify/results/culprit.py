@@ -145,12 +145,13 @@ class Origin(Record):
     """A line of user code from which a wrong result may come, and the line that calls its function.
 
     `here` is the Python value that the line defines on a rank, if it differs from the one `there`, on one device. One
-    device does not run the line if it has no value.
+    device does not run the line if it has no value. `outer` are further calls around `caller`, of a collective.
     """
 
     kind: OriginKind
     line: CodeLine
     caller: CodeLine | None = None
+    outer: tuple[CodeLine, ...] = ()
     here: str | None = None
     there: str | None = None
 

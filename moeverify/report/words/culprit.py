@@ -130,10 +130,15 @@ def list_origins(origins: Sequence[Origin]) -> list[str]:
     """Return one sentence for each line from which the wrong result may come."""
     return [
         f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
-        + (f", called from {_name_line(each.caller)}" if each.caller is not None else "")
+        + _describe_callers(each)
         + f": {describe_relation(each)}"
         for each in origins
     ]
+
+
+def _describe_callers(origin: Origin) -> str:
+    lines = [line for line in (origin.caller, *origin.outer) if line is not None]
+    return f", called from {', '.join(map(_name_line, lines))}" if lines else ""
 
 
 def describe_relation(origin: Origin) -> str:

@@ -92,6 +92,12 @@ def test_a_number_without_a_place_on_one_device_is_not_compared() -> None:
     assert not [each for each in numbers if "2.0" in each]
 
 
+def test_a_collective_is_shown_with_the_calls_around_it() -> None:
+    stack = [Site(__file__, line, "run") for line in range(1, 6)]
+    assert [each.line for each in make_origin("collective", stack).outer] == [3, 4]
+    assert make_origin("branch", stack).outer == ()
+
+
 def test_the_definition_of_a_wrong_number_comes_before_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(x: Tensor, on_ranks: int) -> Tensor:
         rate = 3 / (4 + on_ranks)

@@ -275,10 +275,13 @@ def test_what_is_known_of_a_relation_is_told(
 def test_lines_to_look_at_are_named_with_their_callers() -> None:
     origins = (
         {"kind": "group", "line": THERE.line, "caller": OTHER.line},
+        {"kind": "collective", "line": THERE.line, "caller": OTHER.line, "outer": (HERE.line,)},
         {"kind": "cut", "line": HERE.line},
     )
     assert list_origins(make("place", origins=origins).origins) == [
         "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group of that collective",
+        "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9, mine/ffn.py:12 in forward: "
+        "the wrong result passes this collective",
         "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient, unlike the same place on one device",
     ]
 
