@@ -74,13 +74,16 @@ class Lines:
                 sys.settrace(None)
 
     def count(self, frame: FrameType) -> None:
-        """Count a line of a function, and stop to follow its lines if there were too many in this step."""
+        """Count a line of a function, and stop to follow it if there were too many in this step."""
         code = frame.f_code
         self._counts[code] += 1
-        if self._most is not None and self._counts[code] > self._most:
+        if self._is_over(code):
             frame.f_trace_lines = False
             lines = [line for *_, line in code.co_lines() if line is not None]
             self._executed.skipped.add((code.co_filename, code.co_firstlineno, max(lines)))
+
+    def _is_over(self, code: CodeType) -> bool:
+        return self._most is not None and self._counts[code] > self._most
 
     def keep(self, file: str, line: int, name: str, value: object) -> None:
         """Add a value that the program assigned to a name."""
@@ -90,7 +93,8 @@ class Lines:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         """Return the tracer of a function: None for functions of libraries and of this package."""
-        return _Call(self, frame).note if is_of_user(frame.f_code.co_filename) else None
+        is_followed = is_of_user(frame.f_code.co_filename) and not self._is_over(frame.f_code)
+        return _Call(self, frame).note if is_followed else None
 
 
 class _Call:
