@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import zlib
 from collections import defaultdict
 from contextlib import ExitStack
@@ -18,10 +17,10 @@ from moeverify.input_file import open_input
 from moeverify.scripts.record.lines import ExecutedFile, ExecutedStep
 
 _MOST_LINES = 20_000
-"""Maximum number of lines of a function that are followed in a step. Each costs about a microsecond."""
+"""Maximum number of lines of a function that are followed in a step. Each costs a few microseconds."""
 
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-"""Names of which no text is recorded, such as `api_key`."""
+"""Names and keys of which no text is recorded, such as `api_key`."""
 
 
 class CodeRecorder:
@@ -31,9 +30,10 @@ class CodeRecorder:
         self._executed = Executed()
         self._lines = Lines(self._executed, _MOST_LINES)
         self._entered = ExitStack()
+        self._is_followed = False
         self.follow(True)
         # Children, such as workers of a data loader, would go on.
-        os.register_at_fork(after_in_child=lambda: sys.settrace(None))
+        os.register_at_fork(after_in_child=lambda: self.follow(False))
 
     def end_step(self, step: int) -> ExecutedStep:
         """Return the code since the previous step, and begin the next one."""
@@ -42,7 +42,7 @@ class CodeRecorder:
         for file, line in self._executed.lines.pop(SETUP):
             by_file[file].add(line)
         for (file, line, name), values in self._executed.names.pop(SETUP).items():
-            if not (_SECRET.search(name) and any(isinstance(each, str) for each in values)):
+            if not any(_is_secret(name, each) for each in values):
                 names[file].append((line, name, tuple(values)))
         skipped = sorted(self._executed.skipped)
         self._executed.skipped.clear()
@@ -63,9 +63,22 @@ class CodeRecorder:
 
     def follow(self, is_followed: bool) -> None:
         """Follow the code that runs from now on, or do not."""
-        self._entered.close()
-        if is_followed:
+        if is_followed and not self._is_followed:
             self._entered.enter_context(self._lines.following(is_running=True))
+        elif not is_followed:
+            self._entered.close()
+        self._is_followed = is_followed
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Return whether an encoded value is or has the text of a name or key that may be a secret."""
+    if isinstance(value, str):
+        return _SECRET.search(name) is not None
+    if not isinstance(value, tuple):
+        return False
+    *first, last = value or ("",)
+    key = first[0] if first and isinstance(first[0], str) else name
+    return _is_secret(key, last) or any(_is_secret(name, each) for each in first)
 
 
 @cache

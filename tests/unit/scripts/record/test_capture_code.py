@@ -25,7 +25,13 @@ def record(path: Path) -> RankRecord:
 
 def test_recorded_values_are_those_that_were_executed(tmp_path: Path) -> None:
     path = tmp_path / "values.py"
-    path.write_text("pair = (1, {'b', 'a'}, {'rate': 0.5}, None)\napi_key = '0123'\nkeys = 4\ntext = 'abc'\n")
+    path.write_text(
+        "pair = (1, {'b', 'a'}, {'rate': 0.5}, None)\n"
+        "api_key = '0123'\n"
+        "login = {'user': 'me', 'token': '0123'}\n"
+        "keys = 4\n"
+        "text = 'abc'\n"
+    )
     checksum_source.cache_clear()
     kept = record(path)
     executed = _join_steps(kept, {str(path)})
@@ -33,7 +39,7 @@ def test_recorded_values_are_those_that_were_executed(tmp_path: Path) -> None:
     nested = (4, (1, (2, ("a", "b")), (1, ((2, ("rate", 0.5)),)), None))
     del values["return"]  # of the module
     assert values == {"pair": [nested], "keys": [4], "text": ["abc"]}
-    assert executed.lines[0] == {(str(path), line) for line in range(1, 5)}
+    assert executed.lines[0] == {(str(path), line) for line in range(1, 6)}
 
 
 def test_a_file_that_has_changed_since_does_not_count(tmp_path: Path) -> None:
