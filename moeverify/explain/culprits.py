@@ -311,7 +311,12 @@ class Culprits:
         elif edit.kind in ("operand", "whole") and other is not None:
             pair = find_pair(op, other, edit.place)
             if pair is not None:
-                found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
+                # A part of a value may be a multiple of the value of another place.
+                factor, maker = self._origins.trace_scale(taken)
+                if edit.kind == "operand" and factor != 1.0 and self._origins.is_made_of(pair.theirs, taken):
+                    found |= self._describe_scale(factor, maker)
+                else:
+                    found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
         return found
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
@@ -338,9 +343,6 @@ class Culprits:
 
         `wanted` is the right value of the operand.
         """
-        factor, maker = self._origins.trace_scale(taken)
-        if factor != 1.0 and self._origins.is_made_of(theirs, taken):
-            return self._describe_scale(factor, maker)
         found: dict[str, Any] = {}
         zeroed = self._origins.trace_zeros(taken, wanted)
         while (before := self._origins.trace_operand(taken, theirs)) is not None:
