@@ -5,7 +5,6 @@ A function that both sides execute takes another branch on the ranks: a differen
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
@@ -15,8 +14,9 @@ from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_of_step, walk_back
 from moeverify.explain.joint import At
 from moeverify.explain.program import SETUP, Program, Site
-from moeverify.explain.sites import find_line, is_of_user, parse_file
+from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.suspects import Target
+from moeverify.explain.syntax import find_function
 from moeverify.explain.user_lines import UserLines
 from moeverify.results.checks import Kind
 
@@ -50,7 +50,6 @@ class Branches:
     ) -> None:
         self._agreement, self._alignment, self._lines, self._right = agreement, alignment, lines, right
         self._joint, self._one = alignment.joint, one
-        self._functions: dict[str, list[tuple[int, int]]] = {}
 
     def find(self, cause: OperatorCause) -> Iterator[Site]:
         """Yield lines of the branches that a cause may come from, the nearest to its first operation first.
@@ -70,7 +69,7 @@ class Branches:
                     found.setdefault(block_of[line], line)
 
         def note_in(functions: Collection[_Function]) -> None:
-            inside = (block for block in blocks if self._function_of(block[0]) in functions)
+            inside = (block for block in blocks if find_function(*block[0]) in functions)
             note(block[0] for block in inside if not self._is_later(block, first))
 
         replaced = set(map(self._joint.maker, self._list_replaced(cause)))
@@ -84,12 +83,12 @@ class Branches:
             return [at for at in taken if self._may_be_wrong(at, block_of)]
 
         note(sites)
-        note_in({self._function_of(line) for line in (*sites[:1], *writers[:1])})
+        note_in({find_function(*line) for line in (*sites[:1], *writers[:1])})
         starts = [*([] if cause.known else cause.stretch), first, *replaced]
         for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
             note(self._sites(op))
-        note_in({self._function_of(line) for op in replaced for line in self._sites(op)[:1]})
-        note_in({self._function_of(line) for line in (*sites, *writers)})
+        note_in({find_function(*line) for op in replaced for line in self._sites(op)[:1]})
+        note_in({find_function(*line) for line in (*sites, *writers)})
         if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before
             before = self._list_blocks(first[0], {SETUP})
             found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
@@ -151,7 +150,7 @@ class Branches:
         found: list[_Block] = []
         last: _Function | None = None
         for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
-            function = self._function_of(line)
+            function = find_function(*line)
             is_new = line not in self._lines.of_one and function in self._shared
             if is_new and last == function:
                 found[-1] += (line,)
@@ -186,19 +185,4 @@ class Branches:
     @cached_property
     def _shared(self) -> set[_Function]:
         """The functions of which one device executes a line."""
-        return {found for line in self._lines.of_one if (found := self._function_of(line))[1] > 0}
-
-    def _function_of(self, line: Line) -> _Function:
-        """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
-        file, number = line
-        if file not in self._functions:
-            self._functions[file] = list_functions(file)
-        around = [first for first, last in self._functions[file] if first <= number <= last]
-        return file, max(around, default=0)
-
-
-def list_functions(file: str) -> list[tuple[int, int]]:
-    """Return the first and last line of the body of each function of a file."""
-    kinds = ast.FunctionDef | ast.AsyncFunctionDef
-    functions = (node for node in ast.walk(parse_file(file)) if isinstance(node, kinds))
-    return [(node.body[0].lineno, node.end_lineno or node.lineno) for node in functions]
+        return {found for line in self._lines.of_one if (found := find_function(*line))[1] > 0}

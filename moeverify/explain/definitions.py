@@ -205,9 +205,8 @@ class Definitions:
     def _list_members(self, uses: Sequence[_Use]) -> Iterator[Site]:
         waiting, later, seen = deque[_Use](), deque(uses), set[ast.AST]()
         while (waiting or later) and len(seen) < _MOST_FOLLOWED:
-            use = (
-                waiting.popleft() if waiting else later.popleft()
-            )  # the names of the innermost call come first
+            # The names of the innermost call come first.
+            use = waiting.popleft() if waiting else later.popleft()
             for node in list_loads(use.node):
                 if isinstance(node, ast.Name) and use.scope.function is not None:
                     for test in list_append_tests(use.scope.file, use.scope.function, node.id):

@@ -5,18 +5,15 @@ No operators are needed: it compares the code of two runs of a script.
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from moeverify.explain.branches import list_functions
 from moeverify.explain.definitions import Definitions
-from moeverify.explain.program import Executed
+from moeverify.explain.program import Executed, group_lines
 from moeverify.explain.python_values import Name, PythonValues
 from moeverify.explain.sites import find_line
-from moeverify.explain.syntax import map_assignments
+from moeverify.explain.syntax import find_function, map_assignments
 from moeverify.explain.user_lines import make_origin
 from moeverify.results.culprit import Origin, OriginKind
 
@@ -51,61 +48,53 @@ class ExecutedCode:
         alone: list[tuple[OriginKind, Executed, Executed]] = []
         for mine in self._many:
             alone += [("skipped", self._one, mine), ("branch", mine, self._one)]
+        is_near = self._find_near(calls)
         found = dict.fromkeys(
-            (kind, line) for kind, here, there in alone for line in self._list_alone(here, there, calls)
+            (kind, line) for kind, here, there in alone for line in self._list_alone(here, there, is_near)
         )
         if len(found) <= _MOST_DIFFERENT:
             yield from (make_origin(kind, [find_line(*line)]) for kind, line in found)
 
-    def _list_alone(self, here: Executed, there: Executed, calls: Sequence[_Line]) -> Iterable[_Line]:
+    def _find_near(self, calls: Sequence[_Line]) -> Callable[[_Line], bool]:
+        """Return whether a line counts, for lines that one side alone executes.
+
+        The first pass through a training loop ends after the second optimizer step at the latest. In it, ranks alone
+        set up process groups and add up losses: only lines count in functions that the calls use, or that assign to
+        the same names as they do.
+        """
+        if self._step > self._first + 1:
+            return lambda line: True
+        called = set[_Line]().union(*(self._definitions.list_called(*call) for call in calls))
+        called -= {find_function(*call) for call in calls}
+        names = {name for call in calls for name in _list_assigned(call)}
+        return lambda line: find_function(*line) in called or not names.isdisjoint(_list_assigned(line))
+
+    def _list_alone(
+        self, here: Executed, there: Executed, is_near: Callable[[_Line], bool]
+    ) -> Iterable[_Line]:
         """Return the first line that one side alone executes, and not in an earlier step, in each function of both.
 
-        Later lines of the function may follow from it. The first pass through a training loop ends after the second
-        optimizer step at the latest. In it, ranks alone set up process groups and add up losses: only lines count in
-        functions that the calls use, or that assign to the same names as they do.
+        Later lines of the function may follow from it.
         """
         before = set[_Line]().union(*(lines for step, lines in here.lines.items() if step < self._step))
-        known = set[_Line]().union(*there.lines.values())
-        shared = {self._function_of(line) for line in there.lines.get(self._step, ())}
-        if is_first := self._step <= self._first + 1:
-            called = set[_Line]().union(*(self._definitions.list_called(*call) for call in calls))
-            called -= set(map(self._function_of, calls))
-            names = {name for call in calls for name in _list_assigned(call)}
+        known = there.list_lines()
+        shared = {find_function(*line) for line in there.lines.get(self._step, ())}
         found = dict[_Line, _Line]()
         for line in sorted(here.lines.get(self._step, set()) - before - known):
-            function = self._function_of(line)
-            if is_first and function not in called and names.isdisjoint(_list_assigned(line)):
-                continue
-            if function in shared:
+            function = find_function(*line)
+            if function in shared and is_near(line):
                 found.setdefault(function, line)
         return found.values()
 
-    def _function_of(self, line: _Line) -> _Line:
-        """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
-        file, number = line
-        if file not in self._functions:
-            self._functions[file] = list_functions(file)
-        around = [first for first, last in self._functions[file] if first <= number <= last]
-        return file, max(around, default=0)
-
-    @cached_property
-    def _functions(self) -> dict[str, list[tuple[int, int]]]:
-        return {}
-
     @cached_property
     def _definitions(self) -> Definitions:
-        executed = defaultdict[str, set[int]](set)
-        for file, line in itertools.chain.from_iterable(
-            each for mine in self._many for each in mine.lines.values()
-        ):
-            executed[file].add(line)
-        of_one = set[_Line]().union(*self._one.lines.values())
+        executed = group_lines(self._many)
         one, *many = (_choose(each, {self._first, self._step}) for each in (self._one, *self._many))
         before = range(self._first, self._step)
         earlier = PythonValues(_choose(self._one, before), [_choose(each, before) for each in self._many])
         again = set[Name]().union(*(each.get(self._step, {}) for each in many))
         harmless = {name for name in again if earlier.compare(name, ()) is not None}
-        values = PythonValues(one, many, of_one, harmless)
+        values = PythonValues(one, many, self._one.list_lines(), harmless)
         return Definitions(executed, lambda *_: False, executed, values, has_modules=True)
 
 

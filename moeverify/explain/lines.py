@@ -75,6 +75,8 @@ class Lines:
 
     def count(self, frame: FrameType) -> None:
         """Count a line of a function, and stop to follow it if there were too many in this step."""
+        if self._most is None:
+            return
         code = frame.f_code
         self._counts[code] += 1
         if self._is_over(code):

@@ -7,7 +7,8 @@ are plain data: a rank pickles its program and sends it to rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,6 +234,10 @@ class Executed:
     names: dict[int, dict[tuple[str, int, str], list[Any]]] = field(default_factory=dict)
     skipped: set[tuple[str, int, int]] = field(default_factory=set)
 
+    def list_lines(self) -> set[tuple[str, int]]:
+        """Return the lines of all steps."""
+        return set().union(*self.lines.values())
+
 
 @dataclass(slots=True)
 class Program(Executed):
@@ -273,6 +278,15 @@ class Program(Executed):
     def op_of(self, value: int) -> Op:
         """Return the operator that made a value."""
         return self.ops[self.values[value].op]
+
+
+def group_lines(executed: Iterable[Executed]) -> dict[str, set[int]]:
+    """Return the lines that any of the processes executed, by file."""
+    found = defaultdict[str, set[int]](set)
+    for each in executed:
+        for file, line in each.list_lines():
+            found[file].add(line)
+    return found
 
 
 def list_refs(arguments: Any) -> Iterator[int]:

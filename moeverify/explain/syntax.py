@@ -60,6 +60,19 @@ class SourceFile:
         return next((node for node in found if not isinstance(node, ast.Expr)), None)
 
 
+@lru_cache(maxsize=64)
+def _list_bodies(path: str) -> list[tuple[int, int]]:
+    """Return the first and last line of the body of each function of a file."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    functions = (node for node in ast.walk(parse_file(path)) if isinstance(node, kinds))
+    return [(node.body[0].lineno, node.end_lineno or node.lineno) for node in functions]
+
+
+def find_function(path: str, line: int) -> tuple[str, int]:
+    """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
+    return path, max((first for first, last in _list_bodies(path) if first <= line <= last), default=0)
+
+
 def place_of(node: ast.AST) -> tuple[object, ...]:
     names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
     return tuple(getattr(node, name, None) for name in names)

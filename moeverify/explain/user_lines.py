@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import re
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.definitions import Definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import HIDDEN, Program, Site
+from moeverify.explain.program import HIDDEN, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import is_of_user
 from moeverify.results.culprit import Origin, OriginKind
@@ -20,6 +18,7 @@ from moeverify.results.culprit import Origin, OriginKind
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
 _MOST_CALLS = 3
+"""Maximum number of calls around a line that are shown."""
 
 
 class UserLines:
@@ -124,12 +123,11 @@ class UserLines:
     @cached_property
     def of_one(self) -> set[tuple[str, int]]:
         """The lines of user code that one device executes."""
-        return set().union(*self._one.lines.values())
+        return self._one.list_lines()
 
     @cached_property
     def _of_ranks(self) -> set[tuple[str, int]]:
-        lines = (each for program in self._joint.programs for each in program.lines.values())
-        return set().union(*lines) - self.of_one
+        return set().union(*(program.list_lines() for program in self._joint.programs)) - self.of_one
 
     @cached_property
     def _definitions(self) -> Definitions:
@@ -167,14 +165,11 @@ def _make_definitions(programs: Sequence[Program], one: Program) -> Definitions:
                 made.update((site.file, site.line) for site in users)
         calls = [each[0] for each in program.groups.values()] + program.optimizers
         files.update(site.file for sites in calls for site in sites)
-    executed = defaultdict(set)
-    for program in programs:
-        for file, line in itertools.chain(*program.lines.values()):
-            executed[file].add(line)
+    values = PythonValues(one.names, [program.names for program in programs], one.list_lines())
     # A line that makes tensors is in the recorded program, if it does not read a number of one.
-    values = PythonValues(
-        one.names, [program.names for program in programs], set().union(*one.lines.values())
-    )
     return Definitions(
-        filter(is_of_user, files), lambda *line: line in made and line not in read, executed, values
+        filter(is_of_user, files),
+        lambda *line: line in made and line not in read,
+        group_lines(programs),
+        values,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,47 @@ _SITE = re.compile(r"([\w.-]+\.py):(\d+)$")
 """The script's line at the end of a call site, such as `accelerate/optimizer.py:186 from train.py:52`."""
 
 
-def add_origins(expected: RecordedRun, actual: RecordedRun, finding: Finding) -> Finding:
-    """Return a finding with at most three lines that the runs executed differently, or with other Python values.
+class ScriptCode:
+    """Code that two runs of a script executed.
 
-    Tensors of the first recorded step have none: all parallel code of a model differs from one device's. Files that
-    differ between the runs, or have changed since, do not count.
+    Files that differ between the runs, or have changed since, do not count.
     """
-    is_of_setup = finding.check in (ScriptCheck.BATCH, ScriptCheck.OPTIONS, ScriptCheck.PARAMETERS)
-    is_later = finding.step > actual.steps[0] and finding.check != ScriptCheck.CALLS
-    if finding.follows or not (is_of_setup or is_later):
-        return finding
-    # A rank draws its own rows, but a wrong gradient may come from any rank.
-    chosen = [
-        each for each in actual.ranks if each.rank in finding.ranks or finding.check != ScriptCheck.BATCH
-    ]
-    records = [*chosen, expected.ranks[0]]
-    sources = _list_sources(records)
-    *many, one = (_join_steps(each, sources) for each in records)
-    code = ExecutedCode(many, one, max(finding.step, 0))
-    found: dict[tuple[str, int], Origin] = {}
-    for origin in code.find(_list_calls(finding, many[0])):
-        found.setdefault((origin.line.file, origin.line.line), origin)
-    return finding.model_copy(update={"origins": tuple(found.values())[:_MOST_ORIGINS]})
+
+    def __init__(self, expected: RecordedRun, actual: RecordedRun) -> None:
+        self._expected, self._actual = expected, actual
+        self._compared: dict[tuple[int, tuple[int, ...]], tuple[ExecutedCode, list[str]]] = {}
+
+    def add_origins(self, finding: Finding) -> Finding:
+        """Return a finding with at most three lines that the runs executed differently, or with other Python values.
+
+        Tensors of the first recorded step have none: all parallel code of a model differs from one device's.
+        """
+        is_of_setup = finding.check in (ScriptCheck.BATCH, ScriptCheck.OPTIONS, ScriptCheck.PARAMETERS)
+        is_later = finding.step > self._actual.steps[0] and finding.check != ScriptCheck.CALLS
+        if finding.follows or not (is_of_setup or is_later):
+            return finding
+        # A rank draws its own rows, but a wrong gradient may come from any rank.
+        is_local = finding.check == ScriptCheck.BATCH
+        ranks = tuple(each.rank for each in self._actual.ranks if each.rank in finding.ranks or not is_local)
+        code, files = self._compare(max(finding.step, 0), ranks)
+        sites = filter(None, (_SITE.search(each.site) for each in finding.sites))
+        calls = [(file, int(site[2])) for site in sites for file in files if Path(file).name == site[1]]
+        found: dict[tuple[str, int], Origin] = {}
+        for origin in code.find(calls):
+            found.setdefault((origin.line.file, origin.line.line), origin)
+        return finding.model_copy(update={"origins": tuple(found.values())[:_MOST_ORIGINS]})
+
+    def _compare(self, step: int, ranks: tuple[int, ...]) -> tuple[ExecutedCode, list[str]]:
+        """Return the code of some ranks up to a step, and its files. Findings of a step share it."""
+        if (step, ranks) not in self._compared:
+            records = [*(each for each in self._actual.ranks if each.rank in ranks), self._expected.ranks[0]]
+            sources = _list_sources(records)
+            *many, one = (_join_steps(each, sources) for each in records)
+            self._compared[step, ranks] = ExecutedCode(many, one, step), sorted(sources)
+        return self._compared[step, ranks]
 
 
-def _list_calls(finding: Finding, executed: Executed) -> list[tuple[str, int]]:
-    """Return the file and line of the call sites of a finding."""
-    files = sorted({file for lines in executed.lines.values() for file, _ in lines})
-    sites = filter(None, (_SITE.search(each.site) for each in finding.sites))
-    return [(file, int(site[2])) for site in sites for file in files if Path(file).name == site[1]]
-
-
-def _list_sources(records: list[RankRecord]) -> set[str]:
+def _list_sources(records: Sequence[RankRecord]) -> set[str]:
     """Return the files that all ranks executed in the version that is on disk now."""
     versions = [
         {file.path: file.checksum for step in each.executed for file in step.files} for each in records
@@ -67,15 +77,14 @@ def _join_steps(record: RankRecord, sources: set[str]) -> Executed:
         for file in step.files:
             if file.path in sources:
                 lines.update((file.path, line) for line in file.lines)
-                names |= {(file.path, line, name): _freeze(values) for line, name, values in file.names}
+                names |= {
+                    (file.path, line, name): [_to_tuple(each) for each in values]
+                    for line, name, values in file.names
+                }
                 executed.skipped.update((file.path, *span) for span in file.skipped)
     return executed
 
 
-def _freeze(values: Any) -> Any:
-    """Return data of JSON with tuples for the lists inside."""
-    return [_to_tuple(each) for each in values]
-
-
 def _to_tuple(value: Any) -> Any:
+    """Return data of JSON with tuples for lists."""
     return tuple(map(_to_tuple, value)) if isinstance(value, list | tuple) else value

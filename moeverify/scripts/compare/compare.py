@@ -28,7 +28,7 @@ from moeverify.results.run import CaseResult
 from moeverify.results.script import ScriptCheck
 from moeverify.scripts.compare.batch import count_inputs, find_other_rows
 from moeverify.scripts.compare.calls import find_wrong_calls
-from moeverify.scripts.compare.code import add_origins
+from moeverify.scripts.compare.code import ScriptCode
 from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
 from moeverify.scripts.compare.explain import explain_gradients, explain_norm
@@ -118,7 +118,7 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
             num_whole=len(places.replicated(actual.world_size)),
         ),
         checks=tuple(results),
-        findings=tuple(add_origins(expected, actual, each) for each in findings),
+        findings=tuple(map(ScriptCode(expected, actual).add_origins, findings)),
         losses=tuple((_mean_loss(expected, step), _mean_loss(actual, step)) for step in steps),
         notes=(
             *describe_undecided(undecided),
