@@ -11,15 +11,11 @@ from multiprocessing_pdb.wire.own_descriptors import OwnDescriptor
 _ROOM = 16  # descriptors for a stop: directory, sockets, modules
 
 
-def _open_nothing() -> int:
-    return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-
-
 def _has_room() -> bool:
     opened = []
     try:
         for _ in range(_ROOM):
-            opened.append(_open_nothing())
+            opened.append(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC))
     except OSError:
         return False
     finally:

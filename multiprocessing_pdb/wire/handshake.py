@@ -15,6 +15,7 @@ import stat
 from pathlib import Path
 
 from multiprocessing_pdb.wire.framing import Frame, FrameError, Transform
+from multiprocessing_pdb.wire.own_descriptors import move_above_standard_streams
 
 TOKEN_BYTES = 32
 VARIABLE = "MPDB_TOKEN_FILE"
@@ -45,7 +46,8 @@ def read_token(path: Path) -> bytes:
     Raises: TokenError unless the file is regular, owned by this user, and inaccessible to others.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = move_above_standard_streams(opened)
     except OSError as error:
         raise TokenError(
             f"{path}: {error.strerror}; make one with python -m multiprocessing_pdb --make-token {path}"

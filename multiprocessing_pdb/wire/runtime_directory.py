@@ -203,7 +203,8 @@ class RuntimeDirectory:
         Raises: OSError otherwise.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(name, flags, dir_fd=self._descriptor), "rb") as stream:
+        descriptor = move_above_standard_streams(os.open(name, flags, dir_fd=self._descriptor))
+        with os.fdopen(descriptor, "rb") as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
                 raise DirectoryRefusedError(f"{self.path / name} is no regular file of user {os.geteuid()}")
