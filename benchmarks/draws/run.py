@@ -73,18 +73,15 @@ class Runner:
 
     def run(self, job: Job) -> None:
         """Run a job. If its command ends early, run the rest one by one."""
-        self._run_once(job)
+        text = self._run_once(job)
         left = [plant for plant in job.plants if not self.has(plant, job.precision)]
         for plant in left:
             alone = job if len(job.plants) == 1 else Job(f"{job.name}-{plant.id}", (plant,), job.precision)
-            if alone is not job:
-                self._run_once(alone)
+            said = text if alone is job else self._run_once(alone)
             if not self.has(plant, job.precision):
                 over = time.monotonic() > self.deadline - 20
-                log = self._work(alone, "log")
-                said = log.read_text(errors="replace") if log.is_file() else ""
-                first = " ".join(said.split())[:300]
-                why = "not run: no time is left" if over else f"the command ended without a result: {first}"
+                last = " ".join(said.split())[-300:]
+                why = "not run: no time is left" if over else f"the command ended without a result: {last}"
                 self._keep(
                     plant, job.precision, [], said, [], 0.0, verdict="lost", reason=why, final=not over
                 )
@@ -93,9 +90,10 @@ class Runner:
         """Return whether there is a result."""
         return result_path(self.out, plant, precision).is_file()
 
-    def _run_once(self, job: Job) -> None:
+    def _run_once(self, job: Job) -> str:
+        """Run the commands of a job, keep their results, and return what they printed."""
         if time.monotonic() > self.deadline - 20:
-            return
+            return ""
         started = time.monotonic()
         way = job.plants[0].way
         commands = self._list_watch_commands(job) if way == "watch" else [self._make_command(job, way)]
@@ -105,6 +103,7 @@ class Runner:
             text += f"$ {shlex.join(command)}\n" + self._call(job, command, env, limit)
         seconds = time.monotonic() - started
         self._collect(job, text, [shlex.join(command) for command, _ in commands], seconds)
+        return text
 
     def _make_command(self, job: Job, way: str) -> tuple[list[str], dict[str, str]]:
         stack = job.plants[0].stack

@@ -136,10 +136,16 @@ def _list_running() -> Iterator[FrameType]:
 
 
 def _look_up(names: Mapping[str, Any], path: list[str]) -> tuple[Any, ...]:
-    """Return the value of a name and its attributes, such as `self.size`; empty if only code could compute it."""
+    """Return the value of a name and its attributes, such as `self.size`; empty if only code could compute it.
+
+    No code of the program runs: its `__getattr__` may fail on an object whose `__init__` is not over.
+    """
     for number, name in enumerate(path):
         if number:
-            names = getattr(names[path[number - 1]], "__dict__", {})
+            try:
+                names = object.__getattribute__(names[path[number - 1]], "__dict__")
+            except AttributeError:  # an object with slots
+                return ()
         if name not in names:
             return ()
     return (names[path[-1]],)

@@ -34,25 +34,36 @@ class Difference(NamedTuple):
     is_integer: bool = False
 
 
-def encode(value: object, depth: int = _DEPTH) -> Any:
+def encode(value: Any, depth: int = _DEPTH) -> Any:
     """Return numbers, strings, flags, dtypes and built-in collections of these as data that can be compared.
 
-    Devices differ between ranks, and other collections may run code of the user. JSON can hold the data, with lists
-    for tuples.
+    Devices differ between ranks. Attributes of other objects may run code of the program, and so may `isinstance`, which
+    asks for `__class__`. JSON can hold the data, with lists for tuples.
     """
-    if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else str(value)
-    if isinstance(value, str) and len(value) > _LONGEST:
-        return len(value), zlib.crc32(value.encode(errors="replace")), _OTHER
-    if value is None or isinstance(value, bool | int | str):
+    kind = type(value)
+    if issubclass(kind, float):
+        return float(f"{float(value):.9g}") if math.isfinite(value) else str(float(value))
+    if issubclass(kind, str) and str.__len__(value) > _LONGEST:
+        return str.__len__(value), zlib.crc32(str.encode(value, errors="replace")), _OTHER
+    if value is None or issubclass(kind, bool | int | str):
         return value
-    if isinstance(value, torch.dtype | FunctionType | type):
+    if issubclass(kind, torch.dtype | FunctionType | type):
         return getattr(value, "__qualname__", str(value))
-    if isinstance(value, dict | list | tuple | set | frozenset) and depth:
-        members: Iterable[object] = value.items() if isinstance(value, dict) else value
+    if depth and (found := _list_members(value)) is not None:
+        size, members = found
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
-        return len(value), tuple(sorted(kept, key=repr)) if isinstance(value, set | frozenset) else kept
+        return size, tuple(sorted(kept, key=repr)) if issubclass(kind, set | frozenset) else kept
     return _OTHER
+
+
+def _list_members(value: Any) -> tuple[int, Iterable[object]] | None:
+    """Return the size and the members of a built-in collection, or of the base of its subclass. None for others."""
+    if issubclass(type(value), dict):
+        return dict.__len__(value), dict.items(value)
+    for kind in (list, tuple, set, frozenset):
+        if issubclass(type(value), kind):
+            return kind.__len__(value), kind.__iter__(value)
+    return None
 
 
 class PythonValues:

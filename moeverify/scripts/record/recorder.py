@@ -374,7 +374,6 @@ class ScriptRecorder(ModelListener):
     def _open(self) -> RankFile:
         if self._file is None:
             rank, world_size = self.find_rank()
-            self._file = RankFile(self.settings.out, rank)
             header = Header(
                 rank=rank,
                 world_size=world_size,
@@ -387,7 +386,9 @@ class ScriptRecorder(ModelListener):
                 nudge=self.settings.nudge,
                 nudge_dtype=self.settings.nudge_dtype,
             )
-            self._file.add(header)
+            file = RankFile(self.settings.out, rank)
+            file.add(header)
+            self._file = file  # only now: the first line of a file is its header
         return self._file
 
 

@@ -206,3 +206,33 @@ def test_a_property_is_not_called_to_look_up_a_value(tmp_path: Path) -> None:
     program = record(lambda: space["run"](Counter()))
     assert not calls
     assert (str(path), 3, "return") in program.names[SETUP]
+
+
+def test_no_code_of_the_program_runs_to_look_up_or_keep_a_value(tmp_path: Path) -> None:
+    """As in the `ConfigWrapper` of pydantic, whose `__getattr__` reads an attribute that `__init__` sets."""
+    calls: list[str] = []
+
+    class Config(dict[str, int]):
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return self.values[name]
+
+        def __getattribute__(self, name: str) -> Any:
+            calls.append(name)
+            return super().__getattribute__(name)
+
+        def __len__(self) -> int:
+            calls.append("len")
+            raise RuntimeError("not ready")
+
+    path = tmp_path / "config.py"
+    path.write_text("def run(config):\n    config.effective['a'] = config.size = 3\n    return config\n")
+    space: dict[str, Any] = {}
+    exec(compile(path.read_text(), str(path), "exec"), space)
+    config = Config(width=4)
+    config.__dict__["effective"] = {}
+    calls.clear()
+    program = record(lambda: space["run"](config))
+    assert calls == ["effective"]  # the program's own access
+    assert program.names[SETUP][str(path), 2, "config.size"] == [3]
+    assert program.names[SETUP][str(path), 3, "return"] == [(1, ((2, ("width", 4)),))]
