@@ -53,6 +53,12 @@ def skip_moves(joint: Joint, at: At) -> At:
     return at
 
 
+def _list_partial(alignment: Alignment, values: Iterable[At]) -> list[At]:
+    """Return the values that are parts of sums over ranks."""
+    known = [(at, alignment.find(at)) for at in values]
+    return [at for at, each in known if each is not None and each.over]
+
+
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
     """Return the operators that moved values from where they were computed, the last one first."""
 
@@ -115,10 +121,12 @@ def list_reduced_modules(alignment: Alignment) -> frozenset[str]:
             whole = alignment.find(used[0])
             if whole is None or whole.over or whole.ids is None:
                 continue
-            for at in joint.reads((rank, op.number)):
-                part = alignment.find(at)
-                if part is not None and part.over:
-                    moves = list_chain(joint, [at])
-                    taken = [each for move in moves for each in joint.reads(move)] or [at]
-                    found.update(joint.op(joint.maker(each)).module for each in taken)
+            parts = _list_partial(alignment, joint.reads((rank, op.number)))
+            for maker in walk_back(
+                joint,
+                map(joint.maker, parts),
+                lambda op: _list_partial(alignment, joint.own_reads(op)),
+                _LONGEST,
+            ):
+                found.add(joint.op(maker).module)
     return frozenset(found - {""})

@@ -49,6 +49,11 @@ def is_random(op: Op) -> bool:
     return is_draw(op)
 
 
+def creates(op: Op) -> bool:
+    """Return whether an operator makes values of which no operand decides more than the shape, such as zeros."""
+    return op.short.endswith("_like") or op.short.startswith("new_") or not list(op.reads())
+
+
 def is_draw(op: Op) -> bool:
     """Return whether an operator draws random numbers."""
     if not op.name.startswith("aten.") or torch.Tag.nondeterministic_seeded not in find(op.name).tags:

@@ -37,8 +37,8 @@ class Difference(NamedTuple):
 def encode(value: Any, depth: int = _DEPTH) -> Any:
     """Return numbers, strings, flags, dtypes and built-in collections of these as data that can be compared.
 
-    Devices differ between ranks. Attributes of other objects may run code of the program, and so may `isinstance`, which
-    asks for `__class__`. JSON can hold the data, with lists for tuples.
+    Devices differ between ranks. Attributes of other objects may run code of the program, and so may `isinstance`,
+    which asks for `__class__`. JSON can hold the data, with lists for tuples.
     """
     kind = type(value)
     if issubclass(kind, float):

@@ -227,6 +227,21 @@ def list_conditions(file: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
         child = parent
 
 
+@lru_cache(maxsize=1024)
+def list_backward_returns(path: str, line: int) -> tuple[range, ...]:
+    """Return the lines of each `return` of `backward`, for a line in the `forward` of an autograd function."""
+    for node in ast.walk(parse_file(path)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
+        forward, backward = methods.get("forward"), methods.get("backward")
+        is_inside = forward is not None and line in range(forward.lineno, (forward.end_lineno or 0) + 1)
+        if is_inside and backward is not None:
+            returns = (each for each in walk_own(backward) if isinstance(each, ast.Return))
+            return tuple(range(each.lineno, (each.end_lineno or each.lineno) + 1) for each in returns)
+    return ()
+
+
 def list_names(target: ast.expr) -> Iterator[str]:
     """Yield the names and attributes, such as `self.size`, to which a target assigns."""
     if isinstance(target, ast.Tuple | ast.List):

@@ -15,10 +15,11 @@ from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
+from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.joint import At
 from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
-from moeverify.explain.program import HIDDEN, Op
+from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
@@ -52,6 +53,7 @@ class Upstream:
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
         self._branches = Branches(self._agreement, alignment, one.program, self._lines, right)
+        self._divergences = Divergences(alignment, self._agreement, self._lines)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
 
@@ -81,7 +83,7 @@ class Upstream:
         sources = (
             self._list_draws(cause.ops[0]),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
-            self._list_definitions(scaler) if scaler and _has_numbers(self._joint.op(scaler)) else (),
+            self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),
@@ -91,7 +93,7 @@ class Upstream:
             scaling if cause.known == "scale" else (),
             self._list_derivatives(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._list_moved(cause.ops[0]) if cause.known in ("", "moved") else (),
-            self._list_values(cause, taken),
+            self._divergences.list_values(cause.ops[0], taken),
             scaling,
             self._list_parts(taken or self._joint.own_reads(cause.ops[0])) if not cause.known else (),
             self._list_readers(cause),
@@ -101,14 +103,14 @@ class Upstream:
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = list(self._list_branches(cause))
-        found = () if cause.sums else self._choose(named, *sources, branches=branches)
+        found = self._choose(named, *(() if cause.sums else sources), branches=branches)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
         return found or self._choose(
             named,
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause),
-            self._list_definitions(cause.ops[0]),
+            self._list_definitions(cause.ops[0], is_last=True),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
@@ -182,6 +184,34 @@ class Upstream:
             own = [site for site in joint.op(op).sites if is_of_user(site.file)]
             if own and op != first and self._lines.is_parallel(own[0]):
                 yield make_origin("derivative", own)
+        yield from self._list_backward(first)
+
+    def _list_backward(self, first: At) -> Iterator[Origin]:
+        """Yield the lines of ranks alone that return the gradient of a value, which may run no operator.
+
+        They are in the autograd functions that take the result of a wrong operator's forward operator, or an input of
+        it, up to moves.
+        """
+        joint, origin = self._joint, self._joint.op(first).origin
+        if origin < 0:
+            return
+        forward = (first[0], origin)
+        inputs = list_of_step(joint, joint.own_reads(forward))
+        moves = list_chain(joint, inputs)
+        waiting = [*joint.results(forward), *inputs]
+        waiting += list_of_step(joint, (at for op in moves for at in joint.own_reads(op)))
+        seen: set[At] = set()
+        while waiting and len(seen) < _MOST_FOLLOWED:
+            for user in joint.users.get(waiting.pop(0), ()):
+                if user in seen or user[0] != first[0] or joint.op(user).phase != "forward":
+                    continue
+                seen.add(user)
+                lines = self._lines.list_backward(user)
+                yield from (
+                    make_origin("derivative", [each]) for each in lines if self._lines.is_parallel(each)
+                )
+                if not lines and is_passing(joint, user):
+                    waiting += joint.results(user)
 
     def _list_moved(self, first: At) -> Iterator[Origin]:
         """Yield moves that one device does not run, before an input with the right elements in a wrong order."""
@@ -367,47 +397,6 @@ class Upstream:
         read = (number for at in before if at[0] == rank for number in program.ops[at[1]].reads())
         return any(program.base(number).label in names for number in read)
 
-    def _list_values(self, cause: OperatorCause, taken: Sequence[At]) -> Iterator[Origin]:
-        """Yield the first operators whose integers, masks and numbers are not those of one device."""
-        first = cause.ops[0]
-        seen: set[At] = set()
-        waiting = list(taken or self._joint.own_reads(first))
-        yield from self._list_decisions([at for at in waiting if not self._joint.value(at).is_floating])
-        while waiting and len(seen) < _MOST_FOLLOWED:
-            at = waiting.pop(0)
-            op = self._joint.maker(at)
-            if op in seen:
-                continue
-            seen.add(op)
-            is_told = self._alignment.tells(at) or not self._agreement.is_on_one_device(at)
-            if self._joint.op(op).step < 0 and is_told:
-                continue  # `_list_made` shows who made a weight
-            reads = self._joint.own_reads(op)
-            if self._agreement.agrees(at):
-                # Elements of a right value are right, also those that a wrong index takes.
-                is_taken = is_passing(self._joint, op) and self._joint.value(at).is_floating
-                indices = [each for each in reads if is_taken and not self._joint.value(each).is_floating]
-                yield from self._list_decisions(indices)
-                waiting += indices
-                continue
-            wrong = [each for each in reads if not self._agreement.agrees(each)]
-            sites = self._lines.sites(op)
-            if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
-                yield make_origin("value" if self._agreement.is_on_one_device(at) else "extra", sites)
-                if _has_numbers(self._joint.op(op)):
-                    yield from self._lines.define(sites)
-            waiting += wrong
-
-    def _list_decisions(self, indices: Sequence[At]) -> Iterator[Origin]:
-        """Yield the operators that compute indices from floating-point numbers, if one device does not run them."""
-        for at in indices:
-            op = self._joint.maker(skip_moves(self._joint, at))
-            made = (op[0], self._joint.op(op).results[0])
-            decides = any(self._joint.value(each).is_floating for each in self._joint.own_reads(op))
-            sites = self._lines.sites(op)
-            if decides and sites and not self._agreement.is_on_one_device(made):
-                yield make_origin("extra", sites)
-
     def _list_parts(self, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the operators that made parts of a sum, and those that passed them on, the last one first."""
         phases = {self._joint.op(user).phase for at in taken for user in self._joint.users.get(at, ())}
@@ -463,16 +452,18 @@ class Upstream:
         if meeting is not None:
             yield from self._lines.list_calls(cause.ops[0][0], meeting.group.name)
 
-    def _list_definitions(self, first: At) -> Iterator[Origin]:
-        """Yield the lines that define the numbers and flags of an operation; nothing for a derivative."""
+    def _list_definitions(self, first: At, *, is_last: bool = False) -> Iterator[Origin]:
+        """Yield the lines that define the numbers and flags of an operation; nothing for a derivative.
+
+        With `is_last`, nothing else is known: leave out lines that one device executes with the same values.
+        """
         recorded = self._joint.op(first)
         if recorded.sites and (sites := self._lines.sites(first)):
-            yield from self._lines.define(sites, is_of_tensors=not _has_numbers(recorded))
-
-
-def _has_numbers(op: Op) -> bool:
-    """Return whether an operator takes numbers other than sizes, or a process group."""
-    return op.meeting is not None or any(isinstance(each, int | float) for each in op.args)
+            yield from self._lines.define(
+                sites,
+                is_of_tensors=not has_numbers(recorded),
+                of_ranks=is_last and not has_numbers(recorded),
+            )
 
 
 def _is_multiple(one: Known | None, two: Known | None, factor: float) -> bool:

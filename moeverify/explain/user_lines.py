@@ -12,7 +12,8 @@ from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import HIDDEN, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
-from moeverify.explain.sites import is_of_user
+from moeverify.explain.sites import find_line, is_of_user
+from moeverify.explain.syntax import list_backward_returns
 from moeverify.results.culprit import Origin, OriginKind
 
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
@@ -55,6 +56,15 @@ class UserLines:
         program = self._joint.programs[op[0]]
         bases = [program.base(number).op for number in self._joint.op(op).results[:1]]
         return next(filter(None, (self.sites((op[0], each)) for each in (op[1], *bases))), ())
+
+    def list_backward(self, op: At) -> list[Site]:
+        """Return the executed `return` lines of `backward`, for an operator in `forward` of an autograd function."""
+        executed = self._joint.programs[op[0]].lines.get(self._joint.op(op).step, ())
+        for site in self.sites(op):
+            if returns := list_backward_returns(site.file, site.line):
+                lines = (next((at for at in each if (site.file, at) in executed), 0) for each in returns)
+                return [find_line(site.file, line) for line in lines if line]
+        return []
 
     def is_parallel(self, site: Site) -> bool:
         """Return whether ranks execute a line and one device does not."""
