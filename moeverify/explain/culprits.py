@@ -292,7 +292,7 @@ class Culprits:
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
         if edit.kind == "removed":
             return {"rounds_to": self._find_rounding(first), "taken": self._find_stale(first, edit)}
-        if edit.kind in ("group", "number"):
+        if edit.kind in ("group", "number", "dtype"):
             axes = edit.numbers[0] if edit.kind == "group" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)

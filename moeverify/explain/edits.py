@@ -31,13 +31,14 @@ Kind = Literal[
     "returned",
     "scale",
     "group",
+    "dtype",
     "value",
 ]
 """The kinds of edits.
 
 An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
 value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
-result, divides an operand by its factor, or gives a collective another group.
+result, divides an operand by its factor, gives a collective another group, or computes in a wider dtype.
 """
 
 

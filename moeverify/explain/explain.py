@@ -25,6 +25,7 @@ from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.multiples import list_unscaled
+from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
@@ -32,7 +33,7 @@ from moeverify.explain.regroup import Groups, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
-from moeverify.explain.suspects import Target, find_targets, list_unknown
+from moeverify.explain.suspects import Target, find_targets, list_unknown, order_of
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"inserted", "whole", "value"})
@@ -50,10 +51,6 @@ _MOST_SUSPECTS = 12
 _MOST_SKIPPED = 8
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
-_LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
-"""Kinds of results after the forward pass, each computed from the previous ones."""
-
-_AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 _MOST_BRANCHES = 2
 
 
@@ -89,7 +86,7 @@ class Explainer:
         self.alignment = Alignment(self.joint, one, scales)
         self.one = OneDevice(one, self.alignment.elements)
         wrong, self.right = find_targets(self.joint, one, step)
-        self.wrong = sorted(wrong, key=_order)
+        self.wrong = sorted(wrong, key=order_of)
         self.causes: list[OperatorCause] = []
         self.tried = 0
         self._searched: set[Keys] = set()
@@ -115,10 +112,12 @@ class Explainer:
         """
         self._proves, self._on_place = proves, on_place
         end = time.monotonic() + seconds
-        state = self.joint.execute(Changes())
         left = list(self.wrong)
-        for cause in self._list_races():
+        narrow = find_narrowing(self.alignment, self.step) if proves else None
+        for cause in (*self._list_races(), *([] if narrow is None else [narrow])):
             self._add(cause)
+        repairs = [edit for cause in self.causes for edit in cause.repairs]
+        state = self.joint.execute(repairs[0].changes if repairs else Changes())
         for _ in range(_MOST_ROUNDS):
             left = [
                 target
@@ -184,7 +183,7 @@ class Explainer:
         Python numbers, such as the coefficient of a clip, carry errors along without an operator.
         """
         for cause in self.causes:
-            if _order(target) > min(map(_order, cause.targets)):
+            if order_of(target) > min(map(order_of, cause.targets)):
                 return True
             ops = set(cause.ops)
             if target not in cause.targets and all(
@@ -487,11 +486,3 @@ class Explainer:
                 op for op in before if (self.joint.op(op).phase, self.joint.op(op).step) == (phase, self.step)
             }
         return found
-
-
-def _order(target: Target) -> int:
-    """Return a sort key for the part of a step that computes a result."""
-    kind = target.mark[1]
-    if kind in _AFTER_STEP:
-        return len(_LATER_KINDS) + 1
-    return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0

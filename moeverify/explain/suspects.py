@@ -10,13 +10,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.compare import TOLERANCE, is_right, relative_error
+from moeverify.explain.compare import TOLERANCE, relative_error
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program, Shown
 from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
 
 _MANY = 16
 """Minimum number of distinct absolute values of a tensor for its match to prove a repair."""
+
+_LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
+"""Kinds of results after the forward pass, each computed from the previous ones."""
+
+_AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
 
 
 @dataclass(frozen=True)
@@ -34,11 +40,13 @@ class Target:
         return all(total == 1 or 2 * found > total or found >= _MANY for total, found in sizes)
 
 
-def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], list[Target]]:
+def find_targets(
+    joint: Joint, one: Program, step: int, tolerance: float = TOLERANCE
+) -> tuple[list[Target], list[Target]]:
     """Return (wrong, right) tensors that are shown in a step, compared with the single device.
 
-    Both are in program order. A wrong target has only the ranks on which it differs. A rank that holds
-    several parts of a tensor has one target for each.
+    `tolerance` is the largest relative error of right ones. Both are in program order. A wrong target has only the
+    ranks on which it differs. A rank that holds several parts of a tensor has one target for each.
     """
     wrong, right = [], []
     for mark, shown in one.marks.items():
@@ -46,7 +54,7 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
         if mark[0] != step or whole is None:
             continue
         for parts in itertools.zip_longest(*(program.marks.get(mark, ()) for program in joint.programs)):
-            found = _compare(mark, parts, joint, whole)
+            found = _compare(mark, parts, joint, whole, tolerance)
             if found[False].values:
                 wrong.append(found[False])
             elif found[True].values:
@@ -54,7 +62,9 @@ def find_targets(joint: Joint, one: Program, step: int) -> tuple[list[Target], l
     return wrong, right
 
 
-def _compare(mark: Mark, parts: Sequence[Shown | None], joint: Joint, whole: Tensor) -> dict[bool, Target]:
+def _compare(
+    mark: Mark, parts: Sequence[Shown | None], joint: Joint, whole: Tensor, tolerance: float
+) -> dict[bool, Target]:
     """Return the target of the ranks whose parts are wrong, by False, and the one of the others, by True."""
     found: dict[bool, Target] = {True: Target(mark, {}, {}, {}), False: Target(mark, {}, {}, {})}
     for rank, own in enumerate(parts):
@@ -64,7 +74,8 @@ def _compare(mark: Mark, parts: Sequence[Shown | None], joint: Joint, whole: Ten
         if math.prod(own.region.shape) != whole.numel():
             continue  # another number of values, such as choices of experts: later results show the error
         expected = own.region.take(whole.reshape(own.region.shape))
-        target = found[is_right(actual, expected)]
+        is_near = actual.numel() == expected.numel() and relative_error(actual, expected) <= tolerance
+        target = found[is_near]
         target.values[rank], target.right[rank], target.regions[rank] = at, expected, own.region
     return found
 
@@ -98,3 +109,11 @@ def measure_target(data: Tensor | None, target: Target, rank: int) -> float:
     if data is None or data.numel() != math.prod(region.shape):
         return math.inf
     return relative_error(region.take(data.reshape(region.shape)), right)
+
+
+def order_of(target: Target) -> int:
+    """Return a sort key for the part of a step that computes a result."""
+    kind = target.mark[1]
+    if kind in _AFTER_STEP:
+        return len(_LATER_KINDS) + 1
+    return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0

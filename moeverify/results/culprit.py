@@ -20,6 +20,7 @@ Mechanism = Literal[
     "value",
     "scale",
     "group",
+    "dtype",
     "reduction",
     "moved",
     "race",
@@ -38,6 +39,7 @@ _CODES: dict[Mechanism, Cause] = {
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,
     "race": Cause.NONDETERMINISM,
+    "dtype": Cause.ROUNDING,
 }
 
 

@@ -338,6 +338,11 @@ def _describe_group(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"over {mine}; its result is right over {right}")]
 
 
+def _describe_dtype(culprit: Culprit) -> list[Row]:
+    ((mine, right),) = culprit.numbers
+    return [(_HERE, f"in {mine}"), (_THERE, right)]
+
+
 def _describe_scale(culprit: Culprit) -> list[Row]:
     names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
     factor = f"is exactly {format_number(culprit.factor)}{names} times that of one device"
@@ -413,6 +418,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "value": _describe_counterpart,
     "scale": _describe_scale,
     "group": _describe_group,
+    "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,
     "written": _describe_written,

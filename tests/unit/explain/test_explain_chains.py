@@ -35,6 +35,17 @@ def make_program(x: Tensor, total: Tensor | None, *, is_used: bool = True) -> Pr
     return Program(ops=ops, values=values)
 
 
+def renumber(program: Program) -> Program:
+    """Return a program with numbers of operators in order; the collective reduces the value before it."""
+    for number, op in enumerate(program.ops):
+        op.number = number
+        for result in op.results:
+            program.values[result].op = number
+        if op.meeting is not None:
+            op.args = ([Ref(program.ops[number - 1].results[0])],)
+    return program
+
+
 def test_what_a_rank_sends_has_no_result_here() -> None:
     program = make_program(make(6, 4), None)
     meeting = Meeting(GroupRef("g", (0, 1)), 1)
@@ -51,6 +62,22 @@ def test_a_module_whose_parts_are_added_up_is_reduced(error: float, is_used: boo
     ranks = [make_program(each, whole * 2 + error, is_used=is_used) for each in (part, whole - part)]
     alignment = Alignment(Joint(ranks), make_program(whole, None))
     assert list_reduced_modules(alignment) == modules
+
+
+def test_a_module_is_reduced_if_its_parts_are_added_to_others_first() -> None:
+    whole, part = make(6, 4), make(6, 4, seed=1)
+    ranks = []
+    for each in (part, whole - part):
+        program = make_program(each, whole * 6)
+        doubled, reduced = program.ops[1:3]
+        scaled = Op(4, "aten.mul.Tensor", (Ref(1), 3.0), {}, (4,), step=0, module="block")
+        program.values[4:] = [Value(4, 4, (6, 4), "float64", each * 6)]
+        program.ops = [program.ops[0], doubled, scaled, reduced, program.ops[3]]
+        ranks.append(renumber(program))
+    one = make_program(whole, None)
+    one.ops.append(Op(2, "aten.mul.Tensor", (Ref(1), 3.0), {}, (2,), step=0, module="block"))
+    one.values.append(Value(2, 2, (6, 4), "float64", whole * 6))
+    assert list_reduced_modules(Alignment(Joint(ranks), one)) == {"block", "block.out"}
 
 
 def test_the_operands_of_a_collective_are_those_of_the_own_rank() -> None:

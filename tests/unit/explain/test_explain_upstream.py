@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -124,6 +125,73 @@ def test_a_copy_of_a_tied_weight_that_takes_a_part_of_its_gradient_is_named() ->
     culprit = culprits.trace(culprits.make(cause), cause)
     assert culprit.mechanism == "moved"
     assert ("made", "weight.detach().clone()") in list_origins(culprit)
+
+
+class Exchange(torch.autograd.Function):
+    """Rows in another order, as an all-to-all gives them. Its backward pass runs no operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Previous(torch.autograd.Function):
+    """A value that the next rank takes. Its backward pass returns no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("on_ranks", "line"), [(1, "return grad"), (2, "return None")])
+def test_the_backward_function_that_returns_a_wrong_gradient_is_named(on_ranks: int, line: str) -> None:
+    def run(x: Tensor, variant: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        made = leaf.sin()
+        moved = Exchange.apply(made) if variant == 1 else made.flip(0)
+        last = Previous.apply(made[-2:]) if variant == 2 else made[-2:]
+        (moved.exp().sum() + (last * last.exp()).sum()).backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    culprit, *_ = explain_call(run, on_ranks, 0)
+    assert ("derivative", line) in list_origins(culprit)
+
+
+def test_zeros_that_ranks_alone_create_are_named_behind_moves() -> None:
+    def leave_out(x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    def add(x: Tensor) -> Tensor:
+        return x.new_zeros(1, 1) + x.sin()
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        halo = leave_out(x[:1, :1]) if on_ranks else add(x[:1, :1])
+        joined = torch.cat([halo, x.cos().reshape(-1, 1)])
+        return joined[:32] * x.reshape(-1, 1).exp()
+
+    culprit, *_ = explain_call(run, 1, 0)
+    assert ("extra", "torch.zeros_like(x)") in list_origins(culprit)
+
+
+def test_definitions_of_right_values_are_left_out() -> None:
+    """The operation takes no number, and one device defines its values in the same lines."""
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        right = x.sin()
+        taps = right if right.ndim else x
+        return torch.minimum(x, taps) if on_ranks else torch.maximum(x, taps)
+
+    culprit, *_ = explain_call(run, 1, 0)
+    assert "definition" not in [each.kind for each in culprit.origins]
 
 
 def test_a_call_from_a_line_that_one_device_does_not_run_is_named() -> None:
