@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moeverify.explain.cause import OperatorCause
@@ -26,7 +25,7 @@ from moeverify.explain.edits import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
-from moeverify.explain.program import HIDDEN, SETUP, Op, list_refs
+from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
 from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
@@ -184,21 +183,6 @@ class Culprits:
         found = [mark for mark, own in marks.items() if own is not None and self._one.roots_of(own) == roots]
         return next(("/".join(each[1:]) for each in found if each[1] == kind and each != target.mark), "")
 
-    def _find_rounding(self, op: At) -> str:
-        """Return the dtype to which a write rounds the memory that it overwrites, or an empty string."""
-        recorded = self._joint.op(op)
-        numbers = (*list_refs(recorded.args[0]), *recorded.results, *recorded.reads())
-        data = [each for number in numbers if (each := self._joint.data((op[0], number))) is not None]
-        if recorded.written != (0,) or len(data) < 3:
-            return ""
-        before, after, *taken = data
-        floats = [each.dtype for each in taken if each.is_floating_point()]
-        narrow = min(floats, key=lambda dtype: dtype.itemsize, default=before.dtype)
-        is_rounded = narrow.itemsize < before.itemsize and torch.equal(
-            before.to(narrow).to(before.dtype), after
-        )
-        return str(narrow).removeprefix("torch.") if is_rounded else ""
-
     def _find_stale(self, op: At, edit: Edit) -> SourceValue | None:
         """Return a value of an earlier step that an operator takes and that its removal leaves out, or None."""
         taken = [at for at in self._joint.own_reads(op) if self._joint.value(at).is_floating]
@@ -290,9 +274,10 @@ class Culprits:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
             return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
-        if edit.kind == "removed":
-            return {"rounds_to": self._find_rounding(first), "taken": self._find_stale(first, edit)}
-        if edit.kind in ("group", "number", "dtype"):
+        if edit.kind in ("removed", "dtype"):
+            narrow = "".join(here for here, _ in edit.numbers)
+            return {"rounds_to": narrow, "taken": None if narrow else self._find_stale(first, edit)}
+        if edit.kind in ("group", "number"):
             axes = edit.numbers[0] if edit.kind == "group" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)

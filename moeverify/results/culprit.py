@@ -39,7 +39,6 @@ _CODES: dict[Mechanism, Cause] = {
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,
     "race": Cause.NONDETERMINISM,
-    "dtype": Cause.ROUNDING,
 }
 
 
@@ -191,8 +190,8 @@ class Culprit(Record):
 
     `results` are the wrong results that the culprit explains; they are `factor` times the correct ones. In a
     reduction, `sums` are the parts with wrong weights; with weights 1 they add up to the correct result. Moved
-    results may be a copy of `copy_of`, which is correct. `rounds_to` is the dtype to which a removed operation
-    rounds the value that it writes.
+    results may be a copy of `copy_of`, which is correct. `rounds_to` is the narrow dtype of an operation
+    that one device computes in float64.
     `leads` means that the report states this culprit as the cause, not as evidence for another one. If no
     change is proved, `between` has one operation per source line, from correct inputs to the first wrong
     result. `origins` are lines of user code before `here` from which its wrong operands, groups and numbers

@@ -318,8 +318,7 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
 
 
 def _describe_removed(culprit: Culprit) -> list[Row]:
-    rows = [(_HERE, f"it rounds the value to {culprit.rounds_to}")] if culprit.rounds_to else []
-    rows += [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
+    rows = [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
     rows += [(_HERE, f"it takes {_name_source(culprit.taken)}, an earlier one")] if culprit.taken else []
     return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
@@ -339,8 +338,7 @@ def _describe_group(culprit: Culprit) -> list[Row]:
 
 
 def _describe_dtype(culprit: Culprit) -> list[Row]:
-    ((mine, right),) = culprit.numbers
-    return [(_HERE, f"in {mine}"), (_THERE, right)]
+    return [(_HERE, f"in {culprit.rounds_to}"), (_THERE, "float64")]
 
 
 def _describe_scale(culprit: Culprit) -> list[Row]:

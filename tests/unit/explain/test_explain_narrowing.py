@@ -70,7 +70,7 @@ def test_the_operator_that_chooses_a_narrow_dtype_is_named(
     culprit = Culprits(explainer).make(cause)
     assert culprit.mechanism == "dtype"
     assert culprit.code == Cause.ROUNDING
-    assert culprit.numbers == ((str(dtype).removeprefix("torch."), "float64"),)
+    assert culprit.rounds_to == str(dtype).removeprefix("torch.")
     assert culprit.proved
     assert culprit.repaired == ("loss/total",)
     assert culprit.residual is not None

@@ -56,6 +56,7 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         [("here", "with 0.9"), ("reference", "with 0.7, one/ffn.py:7 in forward")],
     ),
     "operator": ({"there": THERE}, [("reference", X_B)]),
+    "dtype": ({"rounds_to": "bfloat16"}, [("here", "in bfloat16"), ("reference", "float64")]),
     "operand": (
         {
             "operand": 1,
@@ -253,7 +254,6 @@ SUMS = (
             {"sums": SUMS[:1]},
             ("here", "the ranks' parts add up wrongly: ranks 0, 1, rows 2, 7: without the part of rank 1"),
         ),
-        ("removed", {"rounds_to": "bfloat16"}, ("here", "it rounds the value to bfloat16")),
         (
             "operand",
             {"operand": 1, "taken": WEIGHT.model_copy(update={"rows": (0,)}), "right": WEIGHT},
