@@ -117,9 +117,17 @@ class Branches:
         ]
 
     def _is_later(self, block: _Block, first: At) -> bool:
-        """Return whether a line of a block runs an operator after an operation of the step."""
+        """Return whether a block runs an operator after an operation of the step, or follows a call that runs it.
+
+        Lines after a call that run no operator before it change nothing in it, except by Python values of a loop.
+        """
         calls = self._first_ops[first[0]]
-        return self._joint.op(first).step >= 0 and any(calls.get(line, -1) > first[1] for line in block)
+        if self._joint.op(first).step < 0:
+            return False
+        callers = [line for line in self._sites(first) if find_function(*line) == find_function(*block[0])]
+        follows = bool(callers) and all(line[1] > callers[0][1] for line in block)
+        earliest = [calls[line] for line in block if line in calls]
+        return any(number > first[1] for number in earliest) or (follows and not earliest)
 
     def _list_writers(self, target: Target) -> list[Line]:
         """Return the lines of user code that call the operator which writes a result on one device."""

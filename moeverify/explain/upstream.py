@@ -110,6 +110,7 @@ class Upstream:
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause),
+            self._divergences.list_misplaced(cause.ops[0]),
             self._list_definitions(cause.ops[0], is_last=True),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
