@@ -82,8 +82,7 @@ class Spectrum:
         for sites, count in Counter(filter(None, written)).most_common(1):
             if 2 * count > len(right) and sites not in mine:
                 yield make_origin("missing", sites)
-                yield from self._lines.list_conditions(sites)
-                yield from self._lines.list_members(sites, ())
+                yield from self._lines.list_deciding(sites)
 
     def _find_writer(self, target: Target, rank: int) -> tuple[Site, ...]:
         """Return the last line of user code that a result passes, a gradient after the passes, others in the step."""

@@ -82,6 +82,7 @@ class Upstream:
         scaling = self._scaling.find(cause, lineage)
         sources = (
             self._list_draws(cause.ops[0]),
+            self._lines.list_deciding(self._lines.sites(cause.ops[0])) if kind == "removed" else (),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
             self._list_lost(cause, lacks),

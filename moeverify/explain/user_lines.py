@@ -108,6 +108,11 @@ class UserLines:
         """Yield the conditions under which two calls of a stack run, those of the outer one first."""
         yield from (make_origin("condition", [site]) for site in self._definitions.find_conditions(sites))
 
+    def list_deciding(self, sites: tuple[Site, ...]) -> Iterator[Origin]:
+        """Yield the conditions under which calls of a stack run, then those of the elements of their lists."""
+        yield from self.list_conditions(sites)
+        yield from self.list_members(sites, ())
+
     def list_options(self, rank: int) -> Iterator[Origin]:
         """Yield the lines that define the parameters and options of the user's optimizers."""
         for sites in self._joint.programs[rank].optimizers:
