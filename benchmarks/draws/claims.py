@@ -229,6 +229,7 @@ _KIND_OF_MECHANISM = {
     "scale": "scale",
     "moved": "elsewhere",
     "race": "race",
+    "dtype": "dtype",
 }
 
 
@@ -236,7 +237,7 @@ def _read_kind_of_culprit(
     culprit: Mapping[str, Any], taken: Mapping[str, Any], right: Mapping[str, Any]
 ) -> str:
     here, mechanism = culprit["here"], culprit["mechanism"]
-    if mechanism in _KIND_OF_MECHANISM and here["step"] >= 0:
+    if mechanism in _KIND_OF_MECHANISM and (here["step"] >= 0 or mechanism == "dtype"):
         is_rate = mechanism == "scale" and here["phase"] == "step"
         return "optimizer" if is_rate else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
