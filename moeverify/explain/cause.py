@@ -21,7 +21,8 @@ class OperatorCause:
     - `residual`: the largest relative error of these results after the repair.
     - `stretch`: the operators from `ops` to the next end of a module.
     - `known`: the relation of the wrong results to single-device values: multiplied by `factor` ("scale"),
-      parts of a sum ("reduction") or right values in other places ("moved"). "race" marks a race.
+      parts of a sum ("reduction"), right values in other places ("moved") or memory of another tensor
+      ("shared"). "race" marks a race.
     - `sums`: in a "reduction", the parts with wrong weights, if they were fitted.
     - `launch`: in a race, the collective that may still use the memory that `ops` use.
     - `is_local`: the first repair alone only makes its own results right. Later operators were recorded with
@@ -34,7 +35,7 @@ class OperatorCause:
     repaired: list[str] = field(default_factory=list)
     residual: float | None = None
     stretch: list[At] = field(default_factory=list)
-    known: Literal["", "scale", "reduction", "moved", "race"] = ""
+    known: Literal["", "scale", "reduction", "moved", "shared", "race"] = ""
     sums: tuple[SumPart, ...] = ()
     launch: At | None = None
     factor: float = 1.0

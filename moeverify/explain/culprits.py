@@ -27,6 +27,7 @@ from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
+from moeverify.explain.relation import find_shared
 from moeverify.explain.same_line import name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
@@ -43,7 +44,18 @@ _LEAST_SHARE = 0.05
 """Minimum fraction of a mixed value's elements for which a source is named."""
 _MOST_BETWEEN = 12
 _OF_TENSORS = frozenset(
-    {"operator", "operand", "whole", "inserted", "removed", "returned", "moved", "reduction", "total"}
+    {
+        "operator",
+        "operand",
+        "whole",
+        "inserted",
+        "removed",
+        "returned",
+        "moved",
+        "shared",
+        "reduction",
+        "total",
+    }
 )
 """Mechanisms that leave no number, group or flag in doubt."""
 
@@ -162,6 +174,8 @@ class Culprits:
         at = next(iter(target.values.values()))
         found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
         found["results"] = ("/".join(target.mark[1:]),)
+        if cause.known == "shared":
+            return found | {"copy_of": find_shared(self._joint, self._one.program, target)}
         if cause.known == "scale":
             maker = self._find_scaling(cause, at)
             found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}

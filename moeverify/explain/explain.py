@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
@@ -21,6 +22,7 @@ from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edits import Edit, Keys, list_chain_numbers, list_edits, list_skipped_writes
+from moeverify.explain.edits import Kind as EditKind
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
@@ -30,7 +32,7 @@ from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.regroup import Groups, list_regroupings
-from moeverify.explain.relation import find_factor, find_relation
+from moeverify.explain.relation import find_factor, find_relation, find_shared
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown, order_of
@@ -41,6 +43,7 @@ _SAYS_LESS = {
     "scale": _VAGUE | {"removed", "total", "share"},  # several totals add up to a multiple
     "reduction": _VAGUE | {"removed"},
     "moved": _VAGUE,
+    "shared": frozenset(get_args(EditKind)),
 }
 """Kinds of edits that say less than a known relation of the result to single-device values."""
 
@@ -248,7 +251,8 @@ class Explainer:
         place = [] if first is None else [OperatorCause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
-            place[0].known = find_relation(alignment, target, factor)
+            shared = find_shared(self.joint, self.one.program, target)
+            place[0].known = "shared" if shared else find_relation(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
         self._tell_place(*place)
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):

@@ -85,6 +85,9 @@ class Upstream:
             self._lines.list_deciding(self._lines.sites(cause.ops[0])) if kind == "removed" else (),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
+            self._lines.list_aliases(cause.ops[0][0], cause.targets[0].mark[2])
+            if cause.known == "shared"
+            else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),

@@ -10,7 +10,7 @@ from functools import cached_property
 from moeverify.explain.definitions import Definitions
 from moeverify.explain.describe import make_line
 from moeverify.explain.joint import At, Joint
-from moeverify.explain.program import HIDDEN, Program, Site, group_lines
+from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.syntax import list_backward_returns
@@ -50,6 +50,19 @@ class UserLines:
             for value in program.values
             if value.label and program.ops[value.op].step < 0
         }
+
+    def list_aliases(self, rank: int, name: str) -> Iterator[Origin]:
+        """Yield the lines of ranks alone that take the memory of a tensor before the first step, the last first."""
+        program = self._joint.programs[rank]
+        marks = (mark for mark in program.marks if mark[0] == SETUP and mark[2] == name)
+        bases = {each.value for mark in marks for each in program.marks[mark] if each.value is not None}
+        first = next((op.number for op in program.ops if op.step >= 0), len(program.ops))
+        taken = [(op.number, value, op.sites) for op in program.ops[:first] for value in op.reads()]
+        taken += [cut for cut in program.cuts if cut[0] <= first]
+        for _, value, sites in sorted(taken, key=lambda each: -each[0]):
+            own = [site for site in sites if is_of_user(site.file)]
+            if own and program.base(value).number in bases and self.is_parallel(own[0]):
+                yield make_origin("made", own)
 
     def made_at(self, op: At) -> tuple[Site, ...]:
         """Return the lines that made a tensor before the first step, of which this operator may take a view."""

@@ -25,6 +25,7 @@ MECHANISMS: Mapping[Mechanism, str] = {
     "dtype": "it computes in a narrower dtype than one device, and rounding makes the results wrong",
     "reduction": "its results are partial sums that are never reduced",
     "moved": "its results are correct values in wrong positions",
+    "shared": "its result has the memory of another tensor; on one device each has its own",
     "race": "it uses memory that a collective is still using",
     "written": "the operation that last wrote most correct values before the first step did not write these",
     "place": "the first operation whose results differ from one device; nothing more is known",

@@ -23,6 +23,7 @@ Mechanism = Literal[
     "dtype",
     "reduction",
     "moved",
+    "shared",
     "race",
     "written",
     "place",
@@ -38,6 +39,7 @@ _CODES: dict[Mechanism, Cause] = {
     "group": Cause.COLLECTIVES,
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,
+    "shared": Cause.STATE,
     "race": Cause.NONDETERMINISM,
 }
 
@@ -190,8 +192,8 @@ class Culprit(Record):
 
     `results` are the wrong results that the culprit explains; they are `factor` times the correct ones. In a
     reduction, `sums` are the parts with wrong weights; with weights 1 they add up to the correct result. Moved
-    results may be a copy of `copy_of`, which is correct. `rounds_to` is the narrow dtype of an operation
-    that one device computes in float64.
+    results may be a copy of `copy_of`, which is correct; shared ones have its memory. `rounds_to` is the
+    narrow dtype of an operation that one device computes in float64.
     `leads` means that the report states this culprit as the cause, not as evidence for another one. If no
     change is proved, `between` has one operation per source line, from correct inputs to the first wrong
     result. `origins` are lines of user code before `here` from which its wrong operands, groups and numbers
@@ -261,7 +263,7 @@ class Culprit(Record):
 
     def _find_relation(self) -> Cause | None:
         """Return the cause that the relation of the results to correct values names, or None."""
-        if self.copy_of:
+        if self.copy_of and self.mechanism != "shared":
             return Cause.DUPLICATE
         if self.rounds_to:
             return Cause.ROUNDING

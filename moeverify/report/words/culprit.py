@@ -178,7 +178,7 @@ def list_source(culprit: Culprit) -> list[str]:
     return [line for lines in shown.values() for line in lines]
 
 
-_KNOWN = frozenset({"scale", "reduction", "moved"})
+_KNOWN = frozenset({"scale", "reduction", "moved", "shared"})
 """Mechanisms that describe a wrong result in terms of a single-device value."""
 
 _PHASES = {"forward": "forward pass", "backward": "backward pass", "step": "optimizer step"}
@@ -392,6 +392,11 @@ def _describe_moved(culprit: Culprit) -> list[Row]:
     return [(_CAUSE, f"{names} has the values of {source}, up to their places")]
 
 
+def _describe_shared(culprit: Culprit) -> list[Row]:
+    names = ", ".join(culprit.results)
+    return [(_CAUSE, f"{names} has the memory of {culprit.copy_of}; on one device each has its own")]
+
+
 def _describe_race(culprit: Culprit) -> list[Row]:
     other = culprit.there
     name = _name_operation(other) if other is not None else "a collective"
@@ -421,6 +426,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "race": _describe_race,
     "written": _describe_written,
     "moved": _describe_moved,
+    "shared": _describe_shared,
     "place": _describe_counterpart,
 }
 

@@ -100,3 +100,41 @@ def test_steps_up_and_down_prove_nothing() -> None:
 
     culprits = explain_call(ranks, one, x=make(3, 40), y=make(3, 40, seed=1))
     assert not any(culprit.proved for culprit in culprits)
+
+
+@pytest.mark.parametrize("on_one", [False, True])
+def test_a_buffer_with_the_memory_of_a_weight_is_told_from_a_copy(on_one: bool) -> None:
+    def take(weight: Tensor) -> Tensor:
+        return weight.detach()
+
+    def copy(weight: Tensor) -> Tensor:
+        return weight.detach().clone()
+
+    def record(shares: bool, rate: float) -> Program:
+        recorder, weight, whole = Recorder(), make(6, 4).requires_grad_(), Region.whole((6, 4))
+        recorder.name_tensors([("w", weight)])
+        with recorder.recording():
+            average = take(weight) if shares else copy(weight)
+            recorder.observe(SETUP, Kind.INITIAL_WEIGHT, "w", weight, whole)
+            recorder.observe(SETUP, Kind.INITIAL_BUFFER, "average", average, whole)
+            recorder.begin_step(0)
+            with torch.no_grad():
+                weight.mul_(1.5)
+                average.lerp_(weight.sin(), rate)
+            recorder.observe(0, Kind.BUFFER, "average", average, whole)
+            recorder.observe(0, Kind.WEIGHT, "w", weight, whole)
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    explainer = Explainer([record(True, 0.5)], record(on_one, 0.25), 0, ())
+    culprits = Culprits(explainer)
+    cause, *_ = explainer.explain(20.0)
+    culprit = culprits.trace(culprits.make(cause), cause)
+    assert (culprit.mechanism == "shared") == (not on_one)
+    if not on_one:
+        assert (culprit.results, culprit.copy_of, culprit.code) == (
+            ("buffer/average",),
+            "weight/w",
+            Cause.STATE,
+        )
+        assert next(each.line.expression for each in culprit.origins) == "weight.detach()"

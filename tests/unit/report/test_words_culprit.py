@@ -56,6 +56,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         [("here", "with 0.9"), ("reference", "with 0.7, one/ffn.py:7 in forward")],
     ),
     "operator": ({"there": THERE}, [("reference", X_B)]),
+    "shared": (
+        {"results": ("buffer/average",), "copy_of": "weight/head"},
+        [("cause", "buffer/average has the memory of weight/head; on one device each has its own")],
+    ),
     "dtype": ({"rounds_to": "bfloat16"}, [("here", "in bfloat16"), ("reference", "float64")]),
     "operand": (
         {
