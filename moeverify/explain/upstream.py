@@ -82,12 +82,9 @@ class Upstream:
         scaling = self._scaling.find(cause, lineage)
         sources = (
             self._list_draws(cause.ops[0]),
-            self._lines.list_deciding(self._lines.sites(cause.ops[0])) if kind == "removed" else (),
+            self._list_by_kind(cause, kind),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
-            self._lines.list_aliases(cause.ops[0][0], cause.targets[0].mark[2])
-            if cause.known == "shared"
-            else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),
@@ -119,6 +116,13 @@ class Upstream:
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
+
+    def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
+        """Yield the lines that decide whether a needless operation runs, and those that take shared memory."""
+        if kind == "removed":
+            yield from self._lines.list_deciding(self._lines.sites(cause.ops[0]))
+        if cause.known == "shared":
+            yield from self._lines.list_aliases(cause.ops[0][0], cause.targets[0].mark[2])
 
     def _choose(
         self,

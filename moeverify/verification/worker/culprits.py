@@ -245,8 +245,12 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
 
 
 def _says_what(finding: Finding) -> bool:
-    """Return whether a finding names the operation, or says that replicas were initialized differently."""
-    return finding.names_operation or finding.code == Cause.REPLICAS
+    """Return whether a finding names the operation, or says that replicas were initialized differently.
+
+    A narrow dtype alone is not enough: execution in a wide one finds the line.
+    """
+    is_narrow = finding.code in (Cause.ROUNDING, Cause.PRECISION)
+    return (finding.names_operation and not is_narrow) or finding.code == Cause.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

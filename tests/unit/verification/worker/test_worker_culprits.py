@@ -21,10 +21,17 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, ReplicaSum
-from moeverify.results.operation import Altered, Misplaced, OwnValues, Unreduced
+from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Unreduced
 from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
-from moeverify.verification.worker.culprits import Found, Recorded, agree_on_step, find_culprits, lead_with
+from moeverify.verification.worker.culprits import (
+    Found,
+    Recorded,
+    agree_on_step,
+    find_culprits,
+    is_named,
+    lead_with,
+)
 
 CPU = torch.device("cpu")
 HERE = Operation(operator="mul", line=CodeLine(file="a.py", line=1))
@@ -142,6 +149,20 @@ def test_the_part_of_the_step_is_that_of_the_first_wrong_operation(code: Cause) 
 def test_a_norm_that_a_check_found_wrong_stays_the_cause(code: str) -> None:
     told = lead([find("w", code=code)], (blame("gradient/w"), [W]))
     assert told[0].code == (code or Cause.FORWARD)
+
+
+def test_a_line_that_chooses_a_narrow_dtype_leads_the_module_that_rounds() -> None:
+    rounded = EXPLANATION.model_copy(
+        update={"operation": Rounded(dtype="float32", is_representable=True), "cause": Cause.ROUNDING}
+    )
+    finding = find("w", explanation=rounded, code=Cause.ROUNDING)
+    assert finding.names_operation
+    assert not is_named([finding], Recorded(1, ()))
+    assert is_named([find("w", **SURE)], Recorded(1, ()))
+    culprit = blame("gradient/w", mechanism="dtype", rounds_to="float32")
+    told = lead([finding], (culprit, [W]))
+    assert told[0].culprit == culprit.model_copy(update={"leads": True})
+    assert told[0].code == Cause.ROUNDING
 
 
 def test_a_race_leads_whatever_is_named() -> None:
