@@ -239,7 +239,8 @@ def _read_kind_of_culprit(
     here, mechanism = culprit["here"], culprit["mechanism"]
     if mechanism in _KIND_OF_MECHANISM and (here["step"] >= 0 or mechanism == "dtype"):
         is_rate = mechanism == "scale" and here["phase"] == "step"
-        return "optimizer" if is_rate else _KIND_OF_MECHANISM[mechanism]
+        is_short = mechanism == "moved" and culprit["moves_there"]  # one device computes on
+        return "optimizer" if is_rate else "edit" if is_short else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
         return "elsewhere" if mechanism == "moved" and not culprit["moves_there"] else "state"
     is_stale = taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != "")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import is_passing, list_of_step, skip_moves, walk_back
+from moeverify.explain.chains import is_passing, skip_moves
 from moeverify.explain.joint import At
 from moeverify.explain.operators import creates
 from moeverify.explain.program import HIDDEN, Op
@@ -23,17 +23,6 @@ class Divergences:
     def __init__(self, alignment: Alignment, agreement: Agreement, lines: UserLines) -> None:
         self._alignment, self._agreement, self._lines = alignment, agreement, lines
         self._joint = alignment.joint
-
-    def list_misplaced(self, first: At) -> Iterator[Origin]:
-        """Yield the first operators that give right elements, such as positions, to other places than one device."""
-        joint, is_displaced = self._joint, self._agreement.is_displaced
-
-        def reads(op: At) -> list[At]:
-            return list(filter(is_displaced, list_of_step(joint, joint.own_reads(op))))
-
-        for op in walk_back(joint, [first], reads, _MOST_FOLLOWED):
-            if op != first and not reads(op) and (sites := self._lines.sites(op)):
-                yield make_origin("moved" if self._lines.is_parallel(sites[0]) else "value", sites)
 
     def list_values(self, first: At, taken: Sequence[At]) -> Iterator[Origin]:
         """Yield the first operators whose integers, masks and numbers are not those of one device."""

@@ -111,14 +111,15 @@ class Upstream:
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause),
-            self._divergences.list_misplaced(cause.ops[0]),
             self._list_definitions(cause.ops[0], is_last=True),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
-        """Yield the lines that decide whether a needless operation runs, and those that take shared memory."""
+        """Yield the lines that make a wrong first value, run a needless operation, or take shared memory."""
+        if self._joint.op(cause.ops[0]).step < 0:
+            yield from self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]])
         if kind == "removed":
             yield from self._lines.list_deciding(self._lines.sites(cause.ops[0]))
         if cause.known == "shared":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -65,10 +66,18 @@ class UserLines:
                 yield make_origin("made", own)
 
     def made_at(self, op: At) -> tuple[Site, ...]:
-        """Return the lines that made a tensor before the first step, of which this operator may take a view."""
+        """Return the lines that made a tensor before the first step, of which this operator may take a view.
+
+        A view of all elements, such as `to_local()`, says nothing about them. Other views choose a part.
+        """
         program = self._joint.programs[op[0]]
-        bases = [program.base(number).op for number in self._joint.op(op).results[:1]]
-        return next(filter(None, (self.sites((op[0], each)) for each in (op[1], *bases))), ())
+        values = [program.values[number] for number in self._joint.op(op).results[:1]]
+        bases = [program.base(value.number) for value in values]
+        is_whole = any(
+            math.prod(value.shape) == math.prod(base.shape) for value, base in zip(values, bases, strict=True)
+        )
+        made = [(op[0], base.op) for base in bases]
+        return next(filter(None, map(self.sites, [*made, op] if is_whole else [op, *made])), ())
 
     def list_backward(self, op: At) -> list[Site]:
         """Return the executed `return` lines of `backward`, for an operator in `forward` of an autograd function."""

@@ -105,6 +105,21 @@ def test_a_tensor_that_no_rank_has_whole_names_the_line_that_cut_it() -> None:
     assert ("definition", "count - 1") in origins
 
 
+def test_a_view_of_all_elements_does_not_hide_the_line_that_chose_them() -> None:
+    def record(count: int) -> Program:
+        recorder = Recorder()
+        with recorder.recording():
+            whole = make(4, 2)
+            part = whole[:2].clone() if count else whole.clone()
+            seen = part.view(-1, 2)
+            recorder.name_tensors([("w", seen)])
+            recorder.observe(SETUP, "initial_weight", "w", seen, Region.whole((4, 2)))
+        return recorder.program
+
+    explainer = Explainer([record(1)], record(0), SETUP, ())
+    assert list_origins(Culprits(explainer).make_makers()["w"])[0] == ("made", "whole[:2].clone()")
+
+
 def test_a_copy_of_a_tied_weight_that_takes_a_part_of_its_gradient_is_named() -> None:
     def record(is_tied: bool) -> Program:
         recorder, weight = Recorder(), make(4, 4, seed=1).requires_grad_()
