@@ -12,11 +12,11 @@ ROUNDING = 1e-6
 """Maximum relative error of values that were rounded to float32."""
 
 
-def is_right(actual: Tensor, expected: Tensor) -> bool:
+def is_right(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     """Return whether a tensor has the expected values up to float64 rounding; shapes may differ."""
     if actual.numel() != expected.numel():
         return False
-    return relative_error(actual, expected) <= TOLERANCE
+    return relative_error(actual, expected) <= tolerance
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moeverify.explain.operators import NotExecutable, run
+from moeverify.explain.operators import NotExecutable, is_blank, run
 from moeverify.explain.program import READ, Op, Program
 
 TOLERANCE = 1e-9
@@ -81,11 +81,6 @@ def is_move(op: Op) -> bool:
     if op.short.rstrip("_") == "index_put":
         return not any(each is True for each in op.args)
     return op.short.rstrip("_") in MOVES or op.short == READ
-
-
-def is_blank(op: Op) -> bool:
-    """Return whether an operator allocates memory without writing to it."""
-    return op.short.startswith(("empty", "new_empty"))
 
 
 def move(op: Op, operand: Callable[[int], Tensor | None]) -> list[Tensor] | None:

@@ -175,7 +175,7 @@ class Culprits:
         found: dict[str, Any] = {"taken": self._source(at), "between": self._list_between(cause)}
         found["results"] = ("/".join(target.mark[1:]),)
         if cause.known == "shared":
-            return found | {"copy_of": find_shared(self._joint, self._one.program, target)}
+            return found | {"copy_of": find_shared(self._alignment, target)}
         if cause.known == "scale":
             maker = self._find_scaling(cause, at)
             found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}

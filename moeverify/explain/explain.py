@@ -32,7 +32,7 @@ from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.regroup import Groups, list_regroupings
-from moeverify.explain.relation import find_factor, find_relation, find_shared
+from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets, list_unknown, order_of
@@ -119,8 +119,7 @@ class Explainer:
         narrow = find_narrowing(self.alignment, self.step) if proves else None
         for cause in (*self._list_races(), *([] if narrow is None else [narrow])):
             self._add(cause)
-        repairs = [edit for cause in self.causes for edit in cause.repairs]
-        state = self.joint.execute(repairs[0].changes if repairs else Changes())
+        state = self.joint.execute(Changes() if narrow is None else narrow.repairs[0].changes)
         for _ in range(_MOST_ROUNDS):
             left = [
                 target
@@ -251,8 +250,7 @@ class Explainer:
         place = [] if first is None else [OperatorCause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
-            shared = find_shared(self.joint, self.one.program, target)
-            place[0].known = "shared" if shared else find_relation(alignment, target, factor)
+            place[0].known = find_relation(alignment, target, factor)
             place[0].factor = 1.0 if factor is None else factor
         self._tell_place(*place)
         if place and any(self._place(place[0]) == self._place(each) for each in self.causes):

@@ -26,7 +26,6 @@ from moeverify.explain.content import (
     Elements,
     by_bytes,
     fingerprint,
-    is_blank,
     is_move,
     move,
     sample,
@@ -34,7 +33,7 @@ from moeverify.explain.content import (
 )
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
-from moeverify.explain.operators import NotExecutable
+from moeverify.explain.operators import NotExecutable, is_blank
 from moeverify.explain.program import Op, Program
 
 Key = tuple[object, ...]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.edits import Edit
-from moeverify.explain.joint import At, Changes, Execution, Joint, Replacement
-from moeverify.explain.operators import is_draw, is_random, run
+from moeverify.explain.joint import At, Changes, Joint, Replacement
+from moeverify.explain.operators import is_blank, is_draw, run
 from moeverify.explain.program import HIDDEN, Op
 from moeverify.explain.suspects import Target, find_targets, measure_target, order_of
 
@@ -34,35 +33,34 @@ def find_narrowing(alignment: Alignment, step: int) -> OperatorCause | None:
     if not wrong:
         return None
     wrong.sort(key=order_of)
-    recorded = joint.execute(Changes())
-    errors = {target.mark: _measure(recorded, target) for target in wrong}
+    errors = [_measure(joint.data, target) for target in wrong]
 
-    def widen(chosen: Sequence[tuple[At, ...]]) -> tuple[Changes, float]:
-        """Return the change of some places to a wide dtype, and the largest error; inf if errors are left."""
+    def widen(chosen: Sequence[tuple[At, ...]]) -> tuple[Changes, float] | None:
+        """Return the change of some places to a wide dtype and the largest error left; None if results stay wrong."""
         changes = Changes(ops={at: _widen(joint, at) for ops in chosen for at in ops})
         done = joint.execute(changes)
-        left = {target.mark: _measure(done, target) for target in wrong}
-        is_right = all(error <= max(_LEFT * errors[mark], _LEAST) for mark, error in left.items())
-        return changes, max(left.values()) if is_right else math.inf
+        left = [_measure(done.data, target) for target in wrong]
+        is_right = all(new <= max(_LEFT * old, _LEAST) for new, old in zip(left, errors, strict=True))
+        return (changes, max(left)) if is_right else None
 
-    if math.isinf(widen(places)[1]):
+    kept, repair = places, widen(places)
+    if repair is None:
         return None
-    kept = list(places)
     for place in places:
         others = [each for each in kept if each is not place]
-        if others and not math.isinf(widen(others)[1]):
-            kept = others
+        if others and (smaller := widen(others)) is not None:
+            kept, repair = others, smaller
     functions = {(site.file, site.function) for ops in kept for site in joint.op(ops[0]).sites[:1]}
     if len(functions) > 1:
         return None
-    (changes, residual), narrow = widen(kept), joint.value(joint.results(kept[0][0])[0]).dtype
+    (changes, residual), narrow = repair, joint.value(joint.results(kept[0][0])[0]).dtype
     edit = Edit("dtype", kept[0], changes, numbers=((narrow, "float64"),))
     names = list(dict.fromkeys("/".join(target.mark[1:]) for target in wrong))
     return OperatorCause(list(kept[0]), [edit], wrong[:1], names, residual)
 
 
-def _measure(execution: Execution, target: Target) -> float:
-    return max(measure_target(execution.data(at), target, rank) for rank, at in target.values.items())
+def _measure(data: Callable[[At], Tensor | None], target: Target) -> float:
+    return max(measure_target(data(at), target, rank) for rank, at in target.values.items())
 
 
 def _list_places(alignment: Alignment) -> list[tuple[At, ...]]:
@@ -90,7 +88,7 @@ def _chooses_narrow(op: Op, data: Tensor | None) -> bool:
 def _widen(joint: Joint, at: At) -> Replacement:
     """Return an operator whose result is float64."""
     op = joint.op(at)
-    if is_random(op):  # uninitialized memory
+    if is_blank(op):
         return lambda lookup: [lookup(number).double() for number in op.results]
 
     def widen(argument: Any) -> Any:

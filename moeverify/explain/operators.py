@@ -44,9 +44,12 @@ def is_random(op: Op) -> bool:
     space, packet, *_ = op.name.split(".")
     if space == "memory":
         return packet in (LEAF, UNSEEN)
-    if packet.startswith(("empty", "new_empty")):
-        return True
-    return is_draw(op)
+    return is_blank(op) or is_draw(op)
+
+
+def is_blank(op: Op) -> bool:
+    """Return whether an operator allocates memory without writing to it."""
+    return op.short.startswith(("empty", "new_empty"))
 
 
 def creates(op: Op) -> bool:

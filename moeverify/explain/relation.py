@@ -10,25 +10,22 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.compare import ROUNDING, is_right, relative_error
-from moeverify.explain.joint import At, Execution, Joint
+from moeverify.explain.joint import At, Execution
 from moeverify.explain.program import Mark, Program
-from moeverify.explain.suspects import Target
+from moeverify.explain.suspects import STATES, Target
 from moeverify.results.checks import Kind
 
 Relation = Literal["", "scale", "reduction", "moved", "shared"]
 
-_STATES = (Kind.WEIGHT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
-"""Kinds of tensors that have memory of their own."""
 
-
-def find_shared(joint: Joint, one: Program, target: Target) -> str:
+def find_shared(alignment: Alignment, target: Target) -> str:
     """Return the name of a tensor whose memory a wrong state shares on each of its ranks, or an empty string.
 
     On one device, both have memory of their own.
     """
-    alone = one.marks[target.mark][-1].value
-    found = [_list_shared(joint.programs[rank], target.mark, at[1]) for rank, at in target.values.items()]
-    apart = set() if alone is None else set(_list_shared(one, target.mark, alone))
+    programs, alone = alignment.joint.programs, alignment.one.marks[target.mark][-1].value
+    found = [_list_shared(programs[rank], target.mark, at[1]) for rank, at in target.values.items()]
+    apart = [] if alone is None else _list_shared(alignment.one, target.mark, alone)
     common = [each for each in found[0] if each not in apart and all(each in others for others in found)]
     return "/".join(common[0][1:]) if common else ""
 
@@ -38,7 +35,7 @@ def _list_shared(program: Program, mark: Mark, value: int) -> list[Mark]:
     return [
         other
         for other, parts in program.marks.items()
-        if other != mark and other[0] == mark[0] and {other[1], mark[1]} <= {*_STATES}
+        if other != mark and other[0] == mark[0] and {other[1], mark[1]} <= {*STATES}
         if any(shown.value == value for shown in parts)
     ]
 
@@ -66,6 +63,8 @@ def find_factor(alignment: Alignment, target: Target, state: Execution) -> float
 
 def find_relation(alignment: Alignment, target: Target, factor: float | None) -> Relation:
     """Return the relation of a wrong result, a multiple by `factor` if it is not None, to single-device values."""
+    if find_shared(alignment, target):
+        return "shared"
     if factor is not None:
         return "scale"
     if _adds_up(alignment, target):

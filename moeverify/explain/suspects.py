@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.compare import TOLERANCE, relative_error
+from moeverify.explain.compare import TOLERANCE, is_right, relative_error
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import Mark, Program, Shown
 from moeverify.parallel.regions.region import Region
@@ -23,6 +23,9 @@ _LATER_KINDS = (Kind.GRADIENT, Kind.GRADIENT_NORM, Kind.OPTIMIZER_STATE)
 """Kinds of results after the forward pass, each computed from the previous ones."""
 
 _AFTER_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.BUFFER)
+
+STATES = (Kind.WEIGHT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+"""Kinds of tensors that have memory of their own from step to step."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ def _compare(
         if math.prod(own.region.shape) != whole.numel():
             continue  # another number of values, such as choices of experts: later results show the error
         expected = own.region.take(whole.reshape(own.region.shape))
-        is_near = actual.numel() == expected.numel() and relative_error(actual, expected) <= tolerance
-        target = found[is_near]
+        target = found[is_right(actual, expected, tolerance)]
         target.values[rank], target.right[rank], target.regions[rank] = at, expected, own.region
     return found
 

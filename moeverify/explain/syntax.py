@@ -227,19 +227,21 @@ def list_conditions(file: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
         child = parent
 
 
-@lru_cache(maxsize=1024)
-def list_backward_returns(path: str, line: int) -> tuple[range, ...]:
-    """Return the lines of each `return` of `backward`, for a line in the `forward` of an autograd function."""
+@lru_cache(maxsize=64)
+def map_backward(path: str) -> Mapping[int, tuple[range, ...]]:
+    """Return the lines of each `return` of `backward`, by the lines of the `forward` beside it."""
+    found: dict[int, tuple[range, ...]] = {}
     for node in ast.walk(parse_file(path)):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
-        forward, backward = methods.get("forward"), methods.get("backward")
-        is_inside = forward is not None and line in range(forward.lineno, (forward.end_lineno or 0) + 1)
-        if is_inside and backward is not None:
-            returns = (each for each in walk_own(backward) if isinstance(each, ast.Return))
-            return tuple(range(each.lineno, (each.end_lineno or each.lineno) + 1) for each in returns)
-    return ()
+        body = node.body if isinstance(node, ast.ClassDef) else ()
+        methods = {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
+        if {"forward", "backward"} <= methods.keys():
+            returns = (each for each in walk_own(methods["backward"]) if isinstance(each, ast.Return))
+            found.update(dict.fromkeys(_list_lines(methods["forward"]), tuple(map(_list_lines, returns))))
+    return found
+
+
+def _list_lines(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
 def list_names(target: ast.expr) -> Iterator[str]:

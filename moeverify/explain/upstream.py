@@ -23,7 +23,7 @@ from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
-from moeverify.explain.suspects import Target
+from moeverify.explain.suspects import STATES, Target
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
@@ -35,7 +35,6 @@ _MOST_NEAR = 48
 """Maximum number of operators of a backward pass among which user code is looked for."""
 _MOST_PARTS = 1000
 """Maximum number of operators through which parts of a sum are followed."""
-_STATES = (Kind.BUFFER, Kind.OPTIMIZER_STATE, Kind.WEIGHT)
 _NEAR = 2
 """Maximum distance, in lines, of definitions that are shown as one."""
 _LINEAR = frozenset({"add", "copy", "div", "mul", "neg", "sub"})
@@ -434,7 +433,7 @@ class Upstream:
         """Yield the lines that read a wrong state which nothing writes in the step."""
         target, rank = cause.targets[0], cause.ops[0][0]
         value = target.values.get(rank)
-        if value is None or target.mark[1] not in _STATES:
+        if value is None or target.mark[1] not in STATES:
             return
         maker = self._joint.op(self._joint.maker(value))
         is_written = maker.step >= 0 and bool(list(maker.reads()))

@@ -14,7 +14,7 @@ from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import find_line, is_of_user
-from moeverify.explain.syntax import list_backward_returns
+from moeverify.explain.syntax import map_backward
 from moeverify.results.culprit import Origin, OriginKind
 
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
@@ -70,20 +70,18 @@ class UserLines:
 
         A view of all elements, such as `to_local()`, says nothing about them. Other views choose a part.
         """
-        program = self._joint.programs[op[0]]
-        values = [program.values[number] for number in self._joint.op(op).results[:1]]
-        bases = [program.base(value.number) for value in values]
-        is_whole = any(
-            math.prod(value.shape) == math.prod(base.shape) for value, base in zip(values, bases, strict=True)
-        )
-        made = [(op[0], base.op) for base in bases]
-        return next(filter(None, map(self.sites, [*made, op] if is_whole else [op, *made])), ())
+        program, makers = self._joint.programs[op[0]], [op]
+        for value in (program.values[number] for number in self._joint.op(op).results[:1]):
+            base = program.base(value.number)
+            is_whole = math.prod(value.shape) == math.prod(base.shape)
+            makers.insert(0 if is_whole else 1, (op[0], base.op))
+        return next(filter(None, map(self.sites, makers)), ())
 
     def list_backward(self, op: At) -> list[Site]:
         """Return the executed `return` lines of `backward`, for an operator in `forward` of an autograd function."""
         executed = self._joint.programs[op[0]].lines.get(self._joint.op(op).step, ())
         for site in self.sites(op):
-            if returns := list_backward_returns(site.file, site.line):
+            if returns := map_backward(site.file).get(site.line):
                 lines = (next((at for at in each if (site.file, at) in executed), 0) for each in returns)
                 return [find_line(site.file, line) for line in lines if line]
         return []
