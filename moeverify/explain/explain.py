@@ -110,13 +110,13 @@ class Explainer:
     ) -> list[OperatorCause]:
         """Return the causes of wrong results that are found within `seconds`.
 
-        With `proves=False`, return the first wrong place and execute no edit. `on_place` is called with
-        races and the first wrong place before any edit is executed.
+        With `proves=False`, return a narrow dtype or the first wrong place, and execute no other edit.
+        `on_place` is called with races and the first wrong place before any other edit is executed.
         """
         self._proves, self._on_place = proves, on_place
         end = time.monotonic() + seconds
         left = list(self.wrong)
-        narrow = find_narrowing(self.alignment, self.step) if proves else None
+        narrow = find_narrowing(self.alignment, self.step)
         for cause in (*self._list_races(), *([] if narrow is None else [narrow])):
             self._add(cause)
         state = self.joint.execute(Changes() if narrow is None else narrow.repairs[0].changes)

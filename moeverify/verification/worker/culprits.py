@@ -40,6 +40,10 @@ _KEPT = (Cause.NORM, Cause.REPLICAS)
 """Finding codes that are kept, since they say more than the kind of the wrong operation."""
 
 
+_LEADING = ("race", "dtype")
+"""Mechanisms that lead, since findings of the same bug name at most the module."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """Recorded programs of all ranks, up to the step of the first difference. Only rank 0 has them."""
@@ -157,8 +161,9 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """Return the findings with culprits attached.
 
     If a check or hypothesis already names the operation, its finding leads and the culprit is added to its
-    evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race always
-    leads. A culprit before the first step leads a finding that only says that replicas differ.
+    evidence. Otherwise the culprit leads, and findings that its repair fixes follow it. A race and a line
+    that chooses a narrow dtype always lead. A culprit before the first step leads a finding that only says
+    that replicas differ.
     """
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
@@ -166,7 +171,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
             _without_refuted(each, culprit, found.reduced) if each.step == found.step else each
             for each in left
         ]
-        named = _find_named(left, found.step) if culprit.mechanism != "race" else None
+        named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
         if named is not None and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
             continue
@@ -245,12 +250,8 @@ def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:
 
 
 def _says_what(finding: Finding) -> bool:
-    """Return whether a finding names the operation, or says that replicas were initialized differently.
-
-    A narrow dtype alone is not enough: execution in a wide one finds the line.
-    """
-    is_narrow = finding.code in (Cause.ROUNDING, Cause.PRECISION)
-    return (finding.names_operation and not is_narrow) or finding.code == Cause.REPLICAS
+    """Return whether a finding names the operation, or says that replicas were initialized differently."""
+    return finding.names_operation or finding.code == Cause.REPLICAS
 
 
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:

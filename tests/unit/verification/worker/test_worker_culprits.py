@@ -156,9 +156,7 @@ def test_a_line_that_chooses_a_narrow_dtype_leads_the_module_that_rounds() -> No
         update={"operation": Rounded(dtype="float32", is_representable=True), "cause": Cause.ROUNDING}
     )
     finding = find("w", explanation=rounded, code=Cause.ROUNDING)
-    assert finding.names_operation
-    assert not is_named([finding], Recorded(1, ()))
-    assert is_named([find("w", **SURE)], Recorded(1, ()))
+    assert is_named([finding], Recorded(1, ()))
     culprit = blame("gradient/w", mechanism="dtype", rounds_to="float32")
     told = lead([finding], (culprit, [W]))
     assert told[0].culprit == culprit.model_copy(update={"leads": True})
