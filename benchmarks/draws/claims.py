@@ -180,7 +180,9 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     operations = (
         [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
     )
-    lines = [line for each in operations for line in _list_lines(each, callers=1)]
+    own = Culprit.model_validate(culprit).own_line
+    lines = [] if own is None else [(own.line.file, own.line.line)]
+    lines += [line for each in operations for line in _list_lines(each, callers=1)]
     direct = {line for each in operations for line in _list_lines(each, callers=0)}
     others = [*culprit["others"], *culprit["between"], *culprit["moves_there"], culprit.get("there") or {}]
     others += [

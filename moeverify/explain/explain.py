@@ -35,7 +35,7 @@ from moeverify.explain.regroup import Groups, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
-from moeverify.explain.suspects import Target, find_targets, list_unknown, order_of
+from moeverify.explain.suspects import Target, find_targets, list_independent, list_unknown, order_of
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"inserted", "whole", "value"})
@@ -99,7 +99,8 @@ class Explainer:
         self.landmarks = Landmarks(programs, self.one, step)
         self._addends = Addends(self.joint, one)
         self._further = Further(self.joint, self.one, step)
-        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.right)
+        independent = list_independent(self.joint, self.right, self.wrong)
+        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, independent)
 
     def explain(
         self,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import skip_moves
+from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
 from moeverify.explain.describe import list_differences
 from moeverify.explain.edits import Edit
@@ -44,6 +45,9 @@ def _is_alike(alignment: Alignment, one: OneDevice, mine: At, other: Op) -> bool
     if not is_same or op.meeting is not None or op.step < 0 or not list_differences(op, other):
         return False
     for pair in pair_tensors(op, other):
+        own, right = joint.data((mine[0], pair.mine)), one.data(pair.theirs)
+        if own is not None and right is not None and is_right(own, right):
+            continue  # a few numbers, such as positions, are equal but not known
         known = alignment.find((mine[0], pair.mine))
         if known is None or known.ids is None or known.over or known.scale != 1.0:
             return False

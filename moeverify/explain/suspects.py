@@ -82,6 +82,22 @@ def _compare(
     return found
 
 
+def list_independent(joint: Joint, right: Sequence[Target], wrong: Sequence[Target]) -> list[Target]:
+    """Return the right results that are not computed from wrong ones.
+
+    The others say nothing about a repair: Adam's first update is the rate, whatever the size of the gradient.
+    """
+    found: set[At] = set()
+    waiting = [at for target in wrong for at in target.values.values()]
+    while waiting:
+        at = waiting.pop()
+        for user in joint.users.get(at, ()):
+            if user not in found:
+                found.update(joint.members(user))
+                waiting += [each for op in joint.members(user) for each in joint.results(op)]
+    return [target for target in right if not any(joint.maker(at) in found for at in target.values.values())]
+
+
 def list_unknown(alignment: Alignment, targets: list[At]) -> list[At]:
     """Return the operators between right values and targets, in program order."""
     joint = alignment.joint

@@ -52,6 +52,8 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     elif cause := describe_cause(finding):
         facts.append(("cause", cause))
     origins = (*(finding.culprit.origins if finding.culprit is not None else ()), *finding.origins)
+    if culprit is not None:
+        origins = tuple(each for each in origins if each is not culprit.own_line)
     facts.extend(("look at", line) for line in list_origins(origins))
     if where := describe_where(finding):
         facts.append(("where", where))

@@ -44,6 +44,12 @@ _CODES: dict[Mechanism, Cause] = {
 }
 
 
+_OF_VALUES = ("operand", "whole", "number", "scale", "share", "moved")
+"""Mechanisms of a wrong value, which another line may have made."""
+
+_OF_NUMBERS = ("number", "scale")
+"""Mechanisms of a wrong number."""
+
 _INDEXED = ("index_put", "index_copy", "scatter")
 """Operators that write rows to other places."""
 
@@ -158,6 +164,12 @@ class Origin(Record):
     here: str | None = None
     there: str | None = None
 
+    @property
+    def is_of_ranks(self) -> bool:
+        """Return whether one device does not execute the line."""
+        is_defined = self.kind == "definition" and bool(self.here) and self.there is None
+        return is_defined or self.kind in ("branch", "extra")
+
 
 class SumPart(Record):
     """A part with a wrong weight in a sum: the result of `ranks` counts the part of rank `source` `weight` times.
@@ -234,14 +246,29 @@ class Culprit(Record):
         return own is not None and other is not None and (own.file, own.line) == (other.file, other.line)
 
     @property
-    def names_cause(self) -> bool:
-        """Return whether the proved change is one of the code, not only of a value that was made elsewhere.
+    def own_line(self) -> Origin | None:
+        """The line that made a wrong value, if it is the only one before `here` that one device does not execute.
 
-        A value was made elsewhere if one device executes the line too, or if no value of one device equals the
-        wrong operand.
+        With the right value, the program of the ranks is right. Both sides execute all other lines that make it. A
+        definition of a wrong number passes it on to definitions that both sides execute.
         """
-        is_unknown = self.mechanism == "operand" and self.taken is None
-        return self.proved and not (self.is_line_shared or is_unknown)
+        is_of_value = self.mechanism in _OF_VALUES and (self.there is None or self._is_made_elsewhere)
+        alone = [each for each in self.origins if each.is_of_ranks]
+        if not (self.proved and is_of_value) or len(alone) != 1 or alone[0] is not self.origins[0]:
+            return None
+        is_number = alone[0].kind == "definition"
+        is_only = self.mechanism in _OF_NUMBERS if is_number else len(self.origins) == 1
+        return alone[0] if is_only else None
+
+    @property
+    def _is_made_elsewhere(self) -> bool:
+        """Whether one device executes the line too, or no value of one device equals the wrong operand."""
+        return self.is_line_shared or (self.mechanism == "operand" and self.taken is None)
+
+    @property
+    def names_cause(self) -> bool:
+        """Return whether the proved change is one of the code, not only of a value that was made elsewhere."""
+        return self.proved and (self.own_line is not None or not self._is_made_elsewhere)
 
     @property
     def code(self) -> Cause:

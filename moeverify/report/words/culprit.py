@@ -32,6 +32,13 @@ def list_culprit(culprit: Culprit) -> list[Row]:
     """Return the cause as labelled rows: the operation, both sides, how values came there, and the proof."""
     operation = f"{_name_operation(culprit.here)}, {format_ranks(culprit.ranks)}"
     rows = _DIFFERENCES[culprit.mechanism](culprit)
+    if culprit.own_line is not None:
+        return [
+            (_CAUSE, _describe_own_line(culprit.own_line)),
+            ("enters", operation),
+            *(("result" if label == _CAUSE else label, text) for label, text in rows),
+            (_PROOF, _describe_proof(culprit)),
+        ]
     if culprit.mechanism in _KNOWN and culprit.results:
         return [*rows, ("seen in", operation)]
     if culprit.mechanism == "returned":
@@ -56,6 +63,12 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
         return f"first wrong operation: {operation}; {about}, and {shared}"
     reason = f"{shared}, so " if culprit.is_line_shared else ""
     return f"first wrong {value}: in {operation}; {reason}the mistake is where the {value} is made"
+
+
+def _describe_own_line(origin: Origin) -> str:
+    """Return the headline of a wrong line that one device does not execute, with the value that it defines."""
+    value = f"; it gives {shorten(origin.here, _LONGEST)}" if origin.here else ""
+    return f"first wrong line: {_name_origin(origin)}; one device does not execute it{value}"
 
 
 def _list_between(culprit: Culprit) -> list[str]:
@@ -128,17 +141,14 @@ _ORIGINS: Mapping[OriginKind, str] = {
 
 def list_origins(origins: Sequence[Origin]) -> list[str]:
     """Return one sentence for each line from which the wrong result may come."""
-    return [
-        f"`{shorten(each.line.expression, _LONGEST)}`, {_name_line(each.line)}"
-        + _describe_callers(each)
-        + f": {describe_relation(each)}"
-        for each in origins
-    ]
+    return [f"{_name_origin(each)}: {describe_relation(each)}" for each in origins]
 
 
-def _describe_callers(origin: Origin) -> str:
+def _name_origin(origin: Origin) -> str:
+    """Return the expression and line of an origin, and the lines that call its function."""
     lines = [line for line in (origin.caller, *origin.outer) if line is not None]
-    return f", called from {', '.join(map(_name_line, lines))}" if lines else ""
+    calls = f", called from {', '.join(map(_name_line, lines))}" if lines else ""
+    return f"`{shorten(origin.line.expression, _LONGEST)}`, {_name_line(origin.line)}{calls}"
 
 
 def describe_relation(origin: Origin) -> str:
@@ -162,8 +172,10 @@ def list_source(culprit: Culprit) -> list[str]:
     caller = culprit.here.callers[0] if culprit.mechanism == "place" and culprit.here.callers else None
     made = culprit.made if culprit.mechanism == "operand" else None
     there = culprit.there
+    own = culprit.own_line
     sites = [
-        ("", culprit.here.line),
+        ("", None if own is None else own.line),
+        ("" if own is None else "enters: ", culprit.here.line),
         ("caller: ", caller),
         ("input: ", None if made is None else made.line),
         (
@@ -441,7 +453,8 @@ def _describe_proof(culprit: Culprit) -> str:
         )
     if not culprit.proved:
         return "only the place is known: the mistake is between right inputs and the first wrong result"
-    taken = None if culprit.names_cause else _TAKEN.get(culprit.mechanism)
+    is_of_value = culprit.own_line is not None or not culprit.names_cause
+    taken = _TAKEN.get(culprit.mechanism) if is_of_value else None
     change = "that change" if taken is None else f"the right {taken}"
     if culprit.is_local:
         return f"executed with {change}, its result equals that of one device"

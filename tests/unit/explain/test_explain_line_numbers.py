@@ -245,3 +245,17 @@ def test_the_most_common_index_of_a_row_leaves_out_padding() -> None:
     rows, columns = list_cuts(places, (5, 5))
     assert rows.index.tolist() == [0, 2]
     assert columns.index.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_wrong_number_among_positions_is_named_and_not_the_operand_that_it_makes() -> None:
+    def turn(x: Tensor, size: int) -> Tensor:
+        rates = 10.0 ** (-torch.arange(0, 4, dtype=x.dtype) / size)
+        return x * rates.cos()
+
+    def run(rank: int, x: Tensor) -> Tensor:
+        size = 4 if rank < 0 else 8
+        return (turn(x, size) @ turn(x.sin(), size).mT).tanh()
+
+    culprit = find_culprit(run, make(6, 4))
+    assert (culprit.mechanism, culprit.proved, culprit.numbers) == ("number", True, (("8", "4"),))
+    assert expression_of(culprit) == "-torch.arange(0, 4, dtype=x.dtype) / size"

@@ -20,6 +20,7 @@ from moeverify.explain.joint import Changes
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.record import Recorder
+from moeverify.explain.suspects import list_independent
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 
@@ -153,3 +154,30 @@ def test_the_axis_of_a_missing_reduction_is_that_of_the_parts(monkeypatch: pytes
     (cause,) = explainer.explain(20, proves=False)
     culprit = culprits.make(cause)
     assert (culprit.mechanism, culprit.axes) == ("reduction", ("tp",))
+
+
+def test_a_right_result_of_a_wrong_one_does_not_refute_a_repair() -> None:
+    # An update by signs is right although both parts of its gradient are wrong, and not after a repair of one part.
+    def run_with(first: float, second: float) -> Program:
+        recorder, x, other = Recorder(), make(8, 4), make(8, 4, seed=2)
+        recorder.name_tensors([("x", x), ("other", other)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            part = x.sin() * first
+            gradient = part + x.sin() * second
+            for kind, name, value in (
+                (Kind.LOSS, "total", part),
+                (Kind.GRADIENT, "w", gradient),
+                (Kind.UPDATE, "w", gradient.sign()),
+                (Kind.UPDATE, "v", other.cos()),
+            ):
+                recorder.observe(0, kind, name, value, Region.whole((8, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    explainer = Explainer([run_with(1.5, -1.2)], run_with(0.8, 0.7), 0, ())
+    right = list_independent(explainer.joint, explainer.right, explainer.wrong)
+    assert [each.mark[2] for each in explainer.right] == ["w", "v"]
+    assert [each.mark[2] for each in right] == ["v"]
+    first, *_ = explainer.explain(20)
+    assert first.repaired == ["loss/total"]

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
+from moeverify.report.brief import list_lines
 from moeverify.report.words.culprit import (
     describe_culprit,
     describe_culprit_place,
@@ -19,6 +20,7 @@ from moeverify.results.culprit import (
     Culprit,
     Mechanism,
     Operation,
+    Origin,
     OriginKind,
     SourceValue,
     SumPart,
@@ -381,3 +383,51 @@ def test_the_lines_around_are_shown_with_those_of_one_device_without_their_commo
     caller = CodeLine(file="mine/model.py", line=30, lines=((30, "    for ffn in self.ffns:"),))
     called = make("place", here=HERE.model_copy(update={"callers": (caller,)}))
     assert list_source(called) == [*own, "caller: mine/model.py:30 > for ffn in self.ffns:"]
+
+
+def own(kind: OriginKind, **fields: str) -> Origin:
+    return Origin(kind=kind, line=OTHER.line, **fields)
+
+
+SHARED = THERE.model_copy(update={"line": HERE.line})
+OF_RANKS = own("definition", here="8")
+PASSED_ON = own("definition", here="8", there="4")
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "origins", "is_named"),
+    [
+        ("number", (OF_RANKS,), True),
+        ("number", (OF_RANKS, PASSED_ON), True),
+        ("number", (PASSED_ON,), False),
+        ("number", (OF_RANKS, own("branch")), False),
+        ("operand", (OF_RANKS,), False),  # sizes and places of a layout
+        ("operand", (own("extra"),), True),
+        ("operand", (own("extra"), PASSED_ON), False),
+        ("operand", (own("branch"),), True),
+        ("operand", (own("value"),), False),
+        ("removed", (own("branch"),), False),
+    ],
+)
+def test_the_only_line_that_one_device_does_not_execute_is_the_cause(
+    mechanism: Mechanism, origins: tuple[Origin, ...], is_named: bool
+) -> None:
+    culprit = make(mechanism, there=SHARED, taken=WEIGHT, right=MADE, origins=origins)
+    assert (culprit.own_line == origins[0]) is is_named
+    assert culprit.names_cause is is_named
+    headline = "first wrong line: `a @ w`, mine/ffn.py:9; one device does not execute it"
+    assert list_culprit(culprit)[0][1].startswith(headline) is is_named
+    assert not make(mechanism, there=THERE, taken=WEIGHT, right=MADE, origins=origins).own_line
+    assert not make(mechanism, there=SHARED, taken=WEIGHT, origins=origins, proved=False).names_cause
+
+
+def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
+    culprit = make("number", there=SHARED, numbers=(("8", "4"),), origins=(OF_RANKS,))
+    assert list_culprit(culprit) == [
+        ("cause", "first wrong line: `a @ w`, mine/ffn.py:9; one device does not execute it; it gives 8"),
+        ("enters", "`x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1"),
+        ("here", "with 8"),
+        ("reference", "with 4"),
+        ("proof", "executed with the right number, loss/total equals one device (1e-15)"),
+    ]
+    assert list_lines(culprit)[0] == "mine/ffn.py:9: a @ w"
