@@ -31,6 +31,8 @@ _Function = tuple[str, int]
 
 _MOST_BEFORE = 2
 """Maximum number of branches before the first step that are shown."""
+_MOST_CALLS = 3
+"""Maximum number of calls around an operator whose arguments are followed."""
 _MOST_REPLACED = 32
 """Maximum number of operators that compute a value which a repair replaces."""
 _MOST_FOLLOWED = 400
@@ -93,6 +95,16 @@ class Branches:
             before = self._list_blocks(first[0], {SETUP})
             found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
         yield from (find_line(*line) for line in found.values())
+
+    def find_in_arguments(self, cause: OperatorCause) -> Iterator[Site]:
+        """Yield the first lines of branches in functions that compute arguments of the call and of its operands."""
+        first = cause.ops[0]
+        makers = [self._joint.maker(at) for at in self._list_replaced(cause)]
+        lines = {line for op in (first, *makers) for line in self._sites(op)[:_MOST_CALLS]}
+        called = self._lines.list_called(lines)
+        for block in self._list_possible(first, cause.targets[0]):
+            if find_function(*block[0]) in called and not self._is_later(block, first):
+                yield find_line(*block[0])
 
     def _list_replaced(self, cause: OperatorCause) -> list[At]:
         """Return the operands that a repair replaces: also right ones, such as a whole value in a sum of parts."""

@@ -9,6 +9,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.content import is_move
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.meetings import MOVING
+from moeverify.explain.program import Ref
 
 _LONGEST = 64
 _MASK_DEPTH = 3
@@ -41,6 +42,17 @@ def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
     return is_constant or (
         depth > 0 and bool(reads) and all(is_of_masks(joint, each, depth - 1) for each in reads)
     )
+
+
+def multiplies(joint: Joint, op: At) -> bool:
+    """Return whether an operator computes each element of its result from an element and a number."""
+    recorded = joint.op(op)
+    if len(recorded.args) < 2 or not isinstance(recorded.args[0], Ref) or is_move(recorded):
+        return False
+    taken = joint.value((op[0], recorded.args[0].number))
+    own = map(joint.value, joint.results(op))
+    is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
+    return is_same and type(recorded.args[1]) in (int, float)
 
 
 def skip_moves(joint: Joint, at: At) -> At:

@@ -114,7 +114,7 @@ class Explainer:
         With `proves=False`, return a narrow dtype or the first wrong place, and execute no other edit.
         `on_place` is called with races and the first wrong place before any other edit is executed.
         """
-        self._proves, self._on_place = proves, on_place
+        self._proves, self._on_place, self.causes = proves, on_place, []
         end = time.monotonic() + seconds
         left = list(self.wrong)
         narrow = find_narrowing(self.alignment, self.step)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_chain, skip_moves
+from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_back
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.joint import At, Changes, Joint
@@ -21,6 +21,8 @@ from moeverify.results.culprit import Operation
 
 _MOST_MOVES = 3
 _MOST_FOLLOWED = 64
+_MOST_BEFORE_SUM = 32
+"""Maximum number of operators between parts of a sum and a factor of them."""
 _FEW = 0.1
 """Maximum fraction of zeros among numbers that an operator sets to zero."""
 
@@ -123,19 +125,42 @@ class Origins:
         path = [(taken, known.scale)]
         while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
             path.append(before)
+        part = self._find_scaled_part(taken, *path[-1])
+        if part is not None:
+            return path[-1][1], part
         for at, own in reversed(path):
             for scale in _list_factors(own, known.scale):
-                if self._is_repaired(taken, at, scale):
+                if self._is_repaired(taken, [at], scale):
                     return scale, self._joint.maker(at)
         return known.scale, self._joint.maker(taken)
 
-    def _is_repaired(self, taken: At, at: At, scale: float) -> bool:
-        """Return whether dividing an earlier value by a factor makes a value right."""
-        data = self._alignment.data(at)
-        if data is None:
-            return False
-        done = self._joint.execute(Changes(values={at: data / scale}), [taken])
-        found = None if taken in done.tainted else self._alignment.under(done).find(taken)
+    def _find_scaled_part(self, taken: At, end: At, scale: float) -> At | None:
+        """Return the operator of ranks alone that multiplies their parts of a sum by a factor of a value.
+
+        `end` is the first multiple of a single-device value before that value, such as the sum.
+        """
+
+        def reads(op: At) -> list[At]:
+            known = [(at, self._alignment.find(at)) for at in self._joint.reads(op)]
+            return [at for at, each in known if each is None or each.scale != 1.0]
+
+        for op in walk_back(self._joint, [self._joint.maker(end)], reads, _MOST_BEFORE_SUM):
+            if op == self._joint.maker(end) or not multiplies(self._joint, op):
+                continue
+            part, number = (op[0], self._joint.op(op).results[0]), float(self._joint.op(op).args[1])
+            is_factor = any(math.isclose(number, each, rel_tol=1e-9) for each in (scale, 1 / scale))
+            is_factor &= not self._alignment.is_on_one_device(part)
+            if is_factor and self._is_repaired(taken, self._alignment.siblings(part), scale):
+                return op
+        return None
+
+    def _is_repaired(self, taken: At, values: Sequence[At], scale: float) -> bool:
+        """Return whether dividing earlier values by a factor makes a value right."""
+        divided = {at: data / scale for at in values if (data := self._alignment.data(at)) is not None}
+        done = self._joint.execute(Changes(values=divided), [taken]) if divided else None
+        found = None
+        if done is not None and taken not in done.tainted:
+            found = self._alignment.under(done).find(taken)
         return found is not None and math.isclose(found.scale, 1.0)
 
     def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:

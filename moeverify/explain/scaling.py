@@ -7,11 +7,10 @@ from functools import cached_property
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import walk_back
-from moeverify.explain.content import is_move
+from moeverify.explain.chains import multiplies, walk_back
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.joint import At
-from moeverify.explain.program import Ref, Site, list_numbers
+from moeverify.explain.program import Site, list_numbers
 from moeverify.explain.suspects import Target
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
@@ -52,7 +51,12 @@ class Scaling:
         users: dict[At, tuple[Site, ...]] = {}
         for op in [*lineage, *before]:
             sites = self._lines.sites(op)
-            if sites and sites not in users.values() and self._multiplies(op) and self._has_other_numbers(op):
+            if (
+                sites
+                and sites not in users.values()
+                and multiplies(self._joint, op)
+                and self._has_other_numbers(op)
+            ):
                 users[op] = sites
         own = [sites for op, sites in users.items() if op in lineage]
         others = [sites for op, sites in users.items() if op not in lineage and op not in self._shared]
@@ -95,16 +99,6 @@ class Scaling:
             if op[0] == first[0] and (joint.op(op).step, joint.op(op).phase) == (own.step, "backward")
         ]
         return sorted(found, key=joint.place)
-
-    def _multiplies(self, op: At) -> bool:
-        """Return whether an operator computes each element of its result from an element and a number."""
-        recorded = self._joint.op(op)
-        if len(recorded.args) < 2 or not isinstance(recorded.args[0], Ref) or is_move(recorded):
-            return False
-        own = map(self._joint.value, self._joint.results(op))
-        taken = self._joint.value((op[0], recorded.args[0].number))
-        is_same = all(each.alias < 0 and each.shape == taken.shape for each in own)
-        return is_same and type(recorded.args[1]) in (int, float)
 
     def _has_other_numbers(self, op: At) -> bool:
         """Return whether some rank passes numbers that one device does not pass to an operator of this place.

@@ -113,6 +113,7 @@ class Upstream:
             self._list_definitions(cause.ops[0], is_last=True),
             self._list_entered(cause.ops[0]),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
+            (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause)),
         )
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:

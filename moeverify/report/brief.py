@@ -131,7 +131,8 @@ def _list_lines(culprit: Culprit) -> list[tuple[CodeLine | None, str]]:
         (culprit.there, "the counterpart on one device"),
         *((each, "moves its operand") for each in culprit.moves),
     ]
-    lines = [(culprit.own_line.line, "")] if culprit.own_line is not None else []
+    own = culprit.own_line
+    lines: list[tuple[CodeLine | None, str]] = [] if own is None else [(own.line, "")]
     lines += [(each.line, relation) for each, relation in operations if each is not None]
     lines += _list_origins(culprit.origins)
     lines += [(each.line, "has the same mistake") for each in culprit.others]

@@ -118,6 +118,7 @@ OriginKind = Literal[
     "definition",
     "made",
     "entered",
+    "callee",
     "reader",
     "repeated",
     "unused",
@@ -146,7 +147,8 @@ OriginKind = Literal[
 - `unused`: it is a collective of the step whose result nothing uses;
 - `draw`: it draws random numbers, and one device does not;
 - `skipped`: one device executes it, and ranks execute other lines of its function;
-- `entered`: it calls a function that one device runs too, from a line that one device does not run.
+- `entered`: it calls a function that one device runs too, from a line that one device does not run;
+- `callee`: it is in a function that computes arguments, of which one device executes other lines.
 """
 
 

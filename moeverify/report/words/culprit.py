@@ -101,11 +101,9 @@ def describe_culprit_place(culprit: Culprit) -> str:
     """Return module, phase and step of the operation, and its call sites."""
     here = culprit.here
     where = [f"module {here.module}"] if here.module else []
-    where.append(
-        f"{_PHASES.get(here.phase, here.phase)} of step {here.step}"
-        if here.step >= 0
-        else "before the first step"
-    )
+    # Without autograd and outside modules, it may also be a hook, an optimizer or a loader.
+    part = "" if here.phase == "forward" and not here.module else f"{_PHASES.get(here.phase, here.phase)} of "
+    where.append(f"{part}step {here.step}" if here.step >= 0 else "before the first step")
     calls = [_name_line(caller) for caller in here.callers]
     if calls:
         where.append("called from " + ", ".join(calls))
@@ -135,6 +133,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "draw": "draws random numbers, and one device does not",
     "skipped": "one device executes it, and this rank executes other lines of this function",
     "entered": "calls this function from a line that one device does not run",
+    "callee": "its function computes arguments of this call, and one device executes other lines of it",
 }
 """Relation of a line to the wrong result that may come from it."""
 

@@ -250,8 +250,8 @@ def _(operation: Unmoved, explanation: Explanation) -> str:
         return f"{subject} {subject.be} zero although {subject.pick('the gradient matches', 'the gradients match')}"
     if operation.ranks:
         return f"{subject} did not change on {format_ranks(operation.ranks)} and matches elsewhere"
-    reason = "the routing" if quantity is Quantity.BUFFER else "the gradient"
-    return f"{subject} did not change in this step although {reason} says it should"
+    reason = "" if quantity is Quantity.BUFFER else ", although the gradient is not zero"
+    return f"{subject} did not change in this step, unlike on one device{reason}"
 
 
 for _describe in (

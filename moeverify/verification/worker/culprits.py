@@ -106,17 +106,17 @@ def find_culprits(
     device: torch.device,
     seconds: float,
     *,
-    proves: bool = True,
+    is_named: Callable[[Found], bool] = lambda found: False,
     operators: Path | None = None,
     tell: Callable[[Found], object] = lambda found: None,
 ) -> Found:
     """Return the first wrong operations that are found within `seconds`.
 
-    Rank 0 alone, without collectives. With `proves=False`, find only the first wrong place and try no
-    repair; use it if the cause is already named. `operators` is the file to write the operators of both
-    sides to. `tell` is called with the first place before any repair is tried, and with the complete result
-    before the operators are compared. Errors are not raised: they are returned in `Found.failure`, with the
-    culprits that were found before.
+    Rank 0 alone, without collectives. `is_named` returns whether the cause is named already, given the causes
+    found so far: then only the first wrong place is found, and no repair is tried. `operators` is the file to
+    write the operators of both sides to. `tell` is called with the first place before any repair is tried, and
+    with the complete result before the operators are compared. Errors are not raised: they are returned in
+    `Found.failure`, with the culprits that were found before.
     """
     if recorded is None:
         return Found()
@@ -139,15 +139,18 @@ def find_culprits(
         scales += [1 / each for each in scales]
         explainer = Explainer(recorded.programs, one, step, scales, list_groups(case))
         culprits = Culprits(explainer, list_degrees(case))
-        causes = explainer.explain(
-            end - time.monotonic(), proves=proves, on_place=lambda places: tell(note(places))
-        )
+        for proves in (False, True) if is_named(found) else (True,):
+            causes = explainer.explain(
+                end - time.monotonic(), proves=proves, on_place=lambda places: tell(note(places))
+            )
+            found = replace(note(causes), reduced=culprits.list_reduced_modules())
+            if is_named(found):
+                break  # else the place refutes the name
         traced = [
             (culprits.trace(culprit, cause), marks)
-            for cause, (culprit, marks) in zip(causes, note(causes).culprits, strict=True)
+            for cause, (culprit, marks) in zip(causes, found.culprits, strict=True)
         ]
-        reduced = culprits.list_reduced_modules()
-        found = replace(found, culprits=traced, makers=culprits.make_makers(), reduced=reduced)
+        found = replace(found, culprits=traced, makers=culprits.make_makers())
         if operators is None:
             return found
         tell(found)
@@ -167,10 +170,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     """
     left = list(findings)
     for culprit, marks in reversed(found.culprits):
-        left = [
-            _without_refuted(each, culprit, found.reduced) if each.step == found.step else each
-            for each in left
-        ]
+        left = _leave_out_refuted(left, culprit, found)
         named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
         if named is not None and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
@@ -194,6 +194,14 @@ def _name_maker(findings: Sequence[Finding], makers: Mapping[str, Culprit]) -> l
     )
     return [
         each.model_copy(update={"culprit": makers[each.tensor]}) if each is first else each
+        for each in findings
+    ]
+
+
+def _leave_out_refuted(findings: Sequence[Finding], culprit: Culprit, found: Found) -> list[Finding]:
+    """Return the findings; those of the recorded step have no explanation that a culprit refutes."""
+    return [
+        _without_refuted(each, culprit, found.reduced) if each.step == found.step else each
         for each in findings
     ]
 
@@ -232,9 +240,12 @@ def _is_of_start(culprit: Culprit) -> bool:
     return culprit.here.step < 0
 
 
-def is_named(findings: Sequence[Finding], recorded: Recorded | None) -> bool:
-    """Return whether a check or hypothesis names the operation, up to the step of the first difference."""
-    return recorded is not None and _find_named(findings, recorded.step) is not None
+def is_named(findings: Sequence[Finding], step: int, found: Found) -> bool:
+    """Return whether a check or hypothesis names the operation, up to `step`, and nothing found refutes it."""
+    left = list(findings)
+    for culprit, _ in found.culprits:
+        left = _leave_out_refuted(left, culprit, found)
+    return _find_named(left, step) is not None
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:

@@ -120,9 +120,9 @@ def verify_case(
     clock.end("record of operators")
     if explained is None:
         return None
-    proves, tell = not is_named(explained.findings, recorded), explained.tell_by(report)
+    named, tell = explained.names_in(recorded), explained.tell_by(report)
     found = find_culprits(
-        case, golden, recorded, device, explain_seconds, proves=proves, operators=operators, tell=tell
+        case, golden, recorded, device, explain_seconds, is_named=named, operators=operators, tell=tell
     )
     clock.end("first wrong operation")
     return explained.make(found)
@@ -214,6 +214,10 @@ class _Explained:
         """Return the result of the case with culprits attached."""
         findings = [name_source(finding) for finding in lead_with(self.findings, found)]
         return _make_result(self.observed, findings, self.clock, self.timeline, found.operators)
+
+    def names_in(self, recorded: Recorded | None) -> Callable[[Found], bool]:
+        """Return a function that tells whether a finding names the cause, and no cause found refutes it."""
+        return partial(is_named, self.findings, -1 if recorded is None else recorded.step)
 
     def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
         """Return a function that reports the result with the culprits found so far."""

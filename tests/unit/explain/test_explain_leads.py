@@ -119,3 +119,16 @@ def test_a_number_before_an_operator_of_this_package_is_found(monkeypatch: pytes
     monkeypatch.setattr(explainer, "_is_own", lambda op: op == (0, matrix.number))
     (cause,) = explainer.explain(20)
     assert explainer.joint.op(cause.ops[0]).short == "mul"
+
+
+def test_a_branch_in_a_function_that_computes_an_argument_is_named_where_nothing_else_is() -> None:
+    def order(parts: list[Tensor], on_ranks: int) -> list[Tensor]:
+        if on_ranks:
+            return parts[::-1]
+        return parts
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        parts = [x.sin(), x.exp()]
+        return torch.cat([part.tanh() for part in order(parts, on_ranks)])
+
+    assert ("callee", "return parts[::-1]") in list_leads(run)

@@ -138,3 +138,19 @@ def test_a_buffer_with_the_memory_of_a_weight_is_told_from_a_copy(on_one: bool) 
             Cause.STATE,
         )
         assert next(each.line.expression for each in culprit.origins) == "weight.detach()"
+
+
+def test_a_factor_of_parts_is_named_where_it_multiplies_them() -> None:
+    def add_parts(x: Tensor, *, halves: bool) -> Tensor:
+        parts = [rows.exp().sum(0) for rows in x.chunk(2)]
+        return torch.stack([part / 2 for part in parts] if halves else parts).sum(0)
+
+    def run(x: Tensor, w: Tensor, *, on_ranks: bool) -> Tensor:
+        total = add_parts(x, halves=True) if on_ranks else x.exp().sum(0)
+        return (w.cos() + total).tanh()
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, seed=1)}
+    (culprit,) = explain_call(
+        lambda x, w: run(x, w, on_ranks=True), lambda x, w: run(x, w, on_ranks=False), **inputs
+    )
+    assert (culprit.mechanism, culprit.factor, expression_of(culprit)) == ("scale", 0.5, "part / 2")

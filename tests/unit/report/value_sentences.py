@@ -137,7 +137,7 @@ VALUES = [
     ),
     (
         explain(Cause.STALE, Quantity.BUFFER, Unmoved()),
-        "the buffer did not change in this step although the routing says it should",
+        "the buffer did not change in this step, unlike on one device",
         "",
     ),
     # rounding

@@ -132,9 +132,12 @@ def test_a_part_of_a_sum_that_is_reduced_later_is_not_missing_its_reduction(modu
     )
     finding = find("w", explanation=explanation, code="missing-reduction")
     culprit = blame("gradient/w", proved=False)
-    (told,) = lead_with([finding], Found(1, [(culprit, [W])], reduced=frozenset({module})))
+    found = Found(1, [(culprit, [W])], reduced=frozenset({module}))
+    (told,) = lead_with([finding], found)
     assert told.culprit is not None
     assert told.culprit.leads is (module == "layers.0.mlp.down")
+    assert is_named([finding], 1, Found())
+    assert is_named([finding], 1, found) is not told.culprit.leads
 
 
 @pytest.mark.parametrize("code", [Cause.BACKWARD, Cause.METRIC])
@@ -156,7 +159,7 @@ def test_a_line_that_chooses_a_narrow_dtype_leads_the_module_that_rounds() -> No
         update={"operation": Rounded(dtype="float32", is_representable=True), "cause": Cause.ROUNDING}
     )
     finding = find("w", explanation=rounded, code=Cause.ROUNDING)
-    assert is_named([finding], Recorded(1, ()))
+    assert is_named([finding], 1, Found())
     culprit = blame("gradient/w", mechanism="dtype", rounds_to="float32")
     told = lead([finding], (culprit, [W]))
     assert told[0].culprit == culprit.model_copy(update={"leads": True})
@@ -287,9 +290,17 @@ def test_what_is_recorded_is_the_step_where_it_began_in_float64(
     assert agree_on_step(make_case(precision=precision), judgement) == step
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "named", "searches"),
+    [
+        (False, [], ["search"]),
+        (True, [], ["search"]),
+        (False, [True, True], ["place"]),
+        (False, [True, False], ["place", "search"]),  # the place refutes the name
+    ],
+)
 def test_what_is_found_is_told_before_operators_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, breaks: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, breaks: bool, named: list[bool], searches: list[str]
 ) -> None:
     """The first place comes before any change is tried, and then all causes; a later error keeps both."""
     place, cause = SimpleNamespace(targets=[]), SimpleNamespace(targets=[])
@@ -303,7 +314,7 @@ def test_what_is_found_is_told_before_operators_are_compared(
 
         def explain(self, seconds: float, *, proves: bool, on_place: Any) -> list[Any]:
             on_place([place])
-            heard.append("search")
+            heard.append("search" if proves else "place")
             return [place, cause]
 
     class Makers:
@@ -331,26 +342,28 @@ def test_what_is_found_is_told_before_operators_are_compared(
     monkeypatch.setattr(culprits, "Explainer", Explainer)
     monkeypatch.setattr(culprits, "Culprits", Makers)
     monkeypatch.setattr(culprits, "keep_operators", lambda *_: heard.append("operators") or "kept")
-    golden, programs = None, [one]
+    golden, programs, names = None, [one], list(named)
     found = find_culprits(
         make_case(),
         golden,  # type: ignore[arg-type]
         Recorded(1, programs),  # type: ignore[arg-type]
         CPU,
         1.0,
+        is_named=lambda found: bool(names) and names.pop(0),
         operators=tmp_path / "operators",
         tell=lambda found: heard.append([culprit for culprit, _ in found.culprits]),
     )
     first, second = made.values()
     assert [culprit for culprit, _ in found.culprits] == [first, second]
     if breaks:
-        assert heard == [[first], "search"]
+        assert heard == [[first], *searches]
         assert found.failure is not None
         noted = lead_with([find("w")], replace(found, culprits=[(second, [W])]))
         assert noted[0].culprit is not None
         assert found.failure in noted[0].observations
         return
-    assert heard == [[first], "search", [first, second], "operators"]
+    told = [each for search in searches for each in ([first], search)]
+    assert heard == [*told, [first, second], "operators"]
     assert (found.operators, found.makers) == ("kept", {"w": first})
     assert found.reduced == {"down"}
 
