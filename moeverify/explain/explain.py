@@ -411,7 +411,14 @@ class Explainer:
         last = chain[-1].repairs[0]
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
         again = self._proof.repairs(without, target, unknown, state)
+        again = again or self._repair_as_many(changes, done, state)
         return (chain, done) if again is None else (chain[1:], again)
+
+    def _repair_as_many(self, changes: Changes, done: Execution, state: Execution) -> Execution | None:
+        """Return the execution with fewer changes, if it repairs all results of the step that `done` repairs."""
+        repaired = [target for target in self.wrong if self._proof.is_repaired(target, done)]
+        after = self.joint.execute(changes, None, state)
+        return after if repaired and all(self._proof.is_repaired(each, after) for each in repaired) else None
 
     def _is_foreign(self, cause: OperatorCause) -> bool:
         """Return whether an edit inserts an operand of an operator of another module."""

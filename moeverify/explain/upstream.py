@@ -105,16 +105,17 @@ class Upstream:
         branches = list(self._list_branches(cause))
         found = self._choose(named, *(() if cause.sums else sources), branches=branches)
         is_met = self._joint.op(cause.ops[0]).meeting is not None
-        return found or self._choose(
+        found = found or self._choose(
             named,
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause),
-            self._list_definitions(cause.ops[0], is_last=True),
             self._list_entered(cause.ops[0]),
+            self._list_definitions(cause.ops[0], is_last=True),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
-            (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause)),
         )
+        called = (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause))
+        return found or self._choose(named, called)
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
         """Yield the lines that make a wrong first value, run a needless operation, or take shared memory."""

@@ -11,6 +11,7 @@ from recordings import make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain import known
+from moeverify.explain.cause import OperatorCause
 from moeverify.explain.counterparts import Counterparts
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.describe import list_numbers
@@ -181,3 +182,29 @@ def test_a_right_result_of_a_wrong_one_does_not_refute_a_repair() -> None:
     assert [each.mark[2] for each in right] == ["v"]
     first, *_ = explainer.explain(20)
     assert first.repaired == ["loss/total"]
+
+
+def test_a_change_that_no_result_needs_is_left_out_of_a_chain() -> None:
+    def run_with(first: float, second: float, third: float) -> Program:
+        recorder, x = Recorder(), make(8, 4)
+        recorder.name_tensors([("x", x)])
+        with recorder.recording():
+            recorder.begin_step(0)
+            one, two = x.sin() * first, x.cos() * second
+            recorder.observe(0, Kind.BUFFER, "two", two, Region.whole((8, 4)))
+            recorder.observe(0, Kind.LOSS, "total", (one + two).tanh() * third, Region.whole((8, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    ranks, one = run_with(1.5, 1.2, 0.9), run_with(0.8, 0.7, 0.6)
+    explainer = Explainer([ranks], one, 0, ())
+    counterparts = Counterparts(explainer.alignment, explainer.one)
+    total = next(each for each in explainer.wrong if each.mark[2] == "total")
+    chain = []
+    for at in [(0, op.number) for op in ranks.ops if op.short == "mul"][:2]:
+        edits = list_edits(explainer.alignment, explainer.one, counterparts, (at,))
+        edit = next(each for each in edits if each.kind == "number")
+        chain.append(OperatorCause([at], [edit], [total]))
+    both = explainer.joint.execute(chain[0].repairs[0].changes | chain[1].repairs[0].changes)
+    kept, _ = explainer._shorten(chain, both, total, [], explainer.joint.execute(Changes()))
+    assert kept == chain[1:]  # the loss stays wrong, and the buffer needs the second change alone
