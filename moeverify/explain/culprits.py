@@ -166,7 +166,22 @@ class Culprits:
             return culprit.model_copy(update={"there": self._operation(cause.launch), "proved": True})
         if is_known:
             return culprit.model_copy(update=self._describe_known(cause))
-        return culprit if edit is None else culprit.model_copy(update=self._describe(first, edit))
+        update = self._find_doubtful(first) if edit is None else self._describe(first, edit)
+        return culprit.model_copy(update=update)
+
+    def _find_doubtful(self, op: At) -> dict[str, Any]:
+        """Return fields of an operand that is a multiple of a value of one device, or one of an earlier step.
+
+        Such values are known, and may be right: a layout scales the loss, and a state stays as it is.
+        """
+        for at in self._joint.own_reads(op):
+            source = self._source(at) if self._joint.value(at).is_floating else None
+            is_earlier = (
+                source is not None and not source.label and 0 <= source.step < self._joint.op(op).step
+            )
+            if source is not None and (source.scale != 1.0 or is_earlier):
+                return {"operand": _find_place(self._joint.op(op), at[1]), "taken": source}
+        return {}
 
     def _describe_known(self, cause: OperatorCause) -> dict[str, Any]:
         """Return fields of a culprit for results that relate to single-device values."""

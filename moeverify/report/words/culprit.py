@@ -55,7 +55,8 @@ def list_culprit(culprit: Culprit) -> list[Row]:
 
 def _describe_first(culprit: Culprit, operation: str) -> str:
     """Return the headline of the first wrong operation, or of the first wrong value that a right line takes."""
-    about = _ABOUT.get(culprit.mechanism, "its inputs match")
+    is_doubtful = culprit.mechanism == "place" and culprit.taken is not None
+    about = "one input may be wrong" if is_doubtful else _ABOUT.get(culprit.mechanism, "its inputs match")
     if culprit.names_cause or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
     shared = "one device executes this line too"
@@ -292,8 +293,18 @@ def _describe_counterpart(culprit: Culprit) -> list[Row]:
     return [(_THERE, _name_operation(culprit.there))] if culprit.there is not None else []
 
 
+def _describe_place(culprit: Culprit) -> list[Row]:
+    if culprit.taken is None:
+        return _describe_counterpart(culprit)
+    return [(_HERE, f"{_name_operand(culprit)} {_name_source(culprit.taken)}")]
+
+
+def _name_operand(culprit: Culprit) -> str:
+    return f"input {culprit.operand + 1} is" if culprit.operand >= 0 else "an input is"
+
+
 def _describe_operand(culprit: Culprit) -> list[Row]:
-    which = f"input {culprit.operand + 1} is" if culprit.operand >= 0 else "an input is"
+    which = _name_operand(culprit)
     mine = f"{which} {_name_source(culprit.taken)}"
     made = culprit.made
     is_named = culprit.taken is not None and culprit.taken.operation == made
@@ -438,7 +449,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "written": _describe_written,
     "moved": _describe_moved,
     "shared": _describe_shared,
-    "place": _describe_counterpart,
+    "place": _describe_place,
 }
 
 

@@ -429,3 +429,26 @@ def test_a_forward_value_that_is_right_again_is_not_blamed_for_a_gradient() -> N
     (culprit,) = explain(ranks, record_stage(Stage(returns_exponential=False), None))
     assert expression_of(culprit) == "gradient.clamp(max=0.1)"
     assert culprit.here.phase == "backward"
+
+
+def test_a_multiple_of_an_earlier_value_is_told_where_only_the_place_is_known() -> None:
+    def record_steps(*, is_kept: bool) -> Program:
+        recorder, x = Recorder(), make(6, 4)
+        recorder.name_tensors([("x", x)])
+        kept = None
+        with recorder.recording():
+            for step in range(2):
+                recorder.begin_step(step)
+                weight = x * (step + 1.3)
+                decay = (kept if is_kept and kept is not None else weight.tanh()) * (step + 1.0)
+                kept = kept if kept is not None else weight.tanh()
+                recorder.observe(step, Kind.WEIGHT, "w", (x.sin() + decay).cos(), Region.whole((6, 4)))
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    explainer = Explainer([record_steps(is_kept=True)], record_steps(is_kept=False), 1, (2.0,))
+    (cause,) = explainer.explain(20, proves=False)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.operand) == ("place", 1)
+    assert culprit.taken is not None
+    assert (culprit.taken.scale, culprit.taken.step) == (2.0, 0)

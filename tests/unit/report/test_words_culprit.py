@@ -431,3 +431,10 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
         ("proof", "executed with the right number, loss/total equals one device (1e-15)"),
     ]
     assert list_lines(culprit)[0] == "mine/ffn.py:9: a @ w"
+
+
+def test_an_operand_of_an_earlier_step_is_told_where_only_the_place_is_known() -> None:
+    culprit = make("place", proved=False, operand=1, taken=MADE.model_copy(update={"step": 1, "scale": 2.0}))
+    first, second, *_ = list_culprit(culprit)
+    assert first[1].endswith("ranks 0, 1; one input may be wrong")
+    assert second == ("here", f"input 2 is 2 times the result of {X_B}, step 1")
