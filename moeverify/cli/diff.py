@@ -25,8 +25,10 @@ def diff(
     with open_context() as context:
         from moeverify.report.changes import compare_runs, render_changes, same_verdicts
         from moeverify.report.formats.json import read_run
+        from moeverify.report.progress import show_work
 
-        old, new = read_run(before), read_run(after)
-        changes = compare_runs(old, new, factor=factor)
+        with show_work(context.err, f"comparing {before} with {after}"):
+            old, new = read_run(before), read_run(after)
+            changes = compare_runs(old, new, factor=factor)
         render_changes(changes, old, new, context.out)
         raise typer.Exit(0 if same_verdicts(changes) else 1)

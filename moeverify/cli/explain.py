@@ -45,6 +45,7 @@ def explain(
             render_list,
         )
         from moeverify.report.formats.json import read_run
+        from moeverify.report.progress import show_work
 
         if not run.exists() and run.stem == str(run):
             check_code(str(run))
@@ -52,7 +53,8 @@ def explain(
         if page:
             context.out.print(page, soft_wrap=True)
             return
-        result = read_run(run)
+        with show_work(context.err, f"reading {run}"):
+            result = read_run(run)
         if bound is not None:
             render_bounds(choose_bounds(result, bound), context.out)
             return

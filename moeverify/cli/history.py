@@ -26,8 +26,10 @@ def history(
     with open_context() as context:
         from moeverify.errors import CaseError, Problem
         from moeverify.report.history import list_runs, render_history
+        from moeverify.report.progress import show_work
 
-        runs, problems = list_runs(folder, pattern)
+        with show_work(context.err, f"reading the runs in {folder}"):
+            runs, problems = list_runs(folder, pattern)
         for problem in problems:
             context.err.print(f"left out: {problem}", soft_wrap=True)
         if not runs:

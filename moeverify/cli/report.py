@@ -43,9 +43,11 @@ def report(
             return
         from moeverify.report.formats.json import read_run
         from moeverify.report.next_steps import Kept
+        from moeverify.report.progress import show_work
 
         context = outputs.direct(opened)
-        result = read_run(run)
+        with show_work(context.err, f"reading {run}", quiet=quiet):
+            result = read_run(run)
         outputs.check()
         with postponed_signals():
             failures = outputs.write(result, context.err, quiet=quiet)

@@ -29,6 +29,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _SET = "give other values as `--set NAME=VALUE`, or name a function that makes the model on the CPU"
 _OBJECT = re.compile("conf|cfg|arg|param|setting|opt|spec", re.IGNORECASE)
 _UNSET = (None, -1)
+_PRESET = 10  # a model of a preset is larger by this than one of small sizes
 _MOST_UNSET = 6  # fields without a value; all of their subsets are tried
 
 
@@ -76,6 +77,7 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
         name = missing[0].name
         own = {each.name: given[each.name] for each in parameters if each.name in given}
         inner = {key: value for key, value in given.items() if key not in own}
+        _check_required(target, _find_hint(factory, name), inner)
         for source in _list_sources(factory, name, inner):
             return _of_object(target, factory, partial(_call_with, factory, own, name), source, inner, own)
         for source in _list_sources(factory, name, {}) if inner else ():
@@ -128,6 +130,30 @@ def _refuse(target: str, missing: list[inspect.Parameter]) -> CaseError:
         f"{called}` into a module, and name that"
     )
     return CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+
+
+def _check_required(target: str, kind: Any, given: Mapping[str, Any]) -> None:
+    """Raises: CaseError if the class of a configuration has fields without a default that are no sizes."""
+    if not isinstance(kind, type) or not is_dataclass(kind):
+        return
+    wanted = [
+        each.name
+        for each in inspect.signature(kind).parameters.values()
+        if each.default is each.empty and each.name not in given and _guess([each]) is None
+    ]
+    if wanted:
+        names = " and ".join(f"`{each}`" for each in wanted)
+        message = f"`{target}` takes a `{kind.__name__}`, which needs {names}"
+        remedy = f"add {' '.join(f'`--set {each}=VALUE`' for each in wanted)}"
+        raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)])
+
+
+def _find_hint(factory: Callable[..., Any], name: str) -> Any:
+    """Return the annotation of an argument; None if it names something that does not exist."""
+    try:
+        return inspect.signature(factory, eval_str=True).parameters[name].annotation
+    except NameError:
+        return None
 
 
 def _refuse_fields(source: _Source, given: Mapping[str, Any]) -> CaseError:
@@ -191,29 +217,39 @@ def _find_unset(
 ) -> dict[str, int | None]:
     """Return the fewest sizes without a value that a model needs; none if nothing helps.
 
-    The name of a preset may exclude sizes: all of them are tried without it, too.
+    The name of a preset may exclude sizes: all of them are tried without it, too. A preset may also fill in large
+    sizes: all of them are guessed if that makes the model much smaller.
     """
+    values = {name: value for name, value in vars(source.config).items() if name not in given}
     unset = {
         name: size
-        for name, value in vars(source.config).items()
-        if value in _UNSET and name not in given and (size := guess_size(name)) is not None
+        for name, value in values.items()
+        if value in _UNSET and (size := guess_size(name)) is not None
     }
-    names = list(unset)[:_MOST_UNSET]
     subsets = itertools.chain.from_iterable(
-        itertools.combinations(names, count) for count in range(len(names) + 1)
+        itertools.combinations(list(unset)[:_MOST_UNSET], count)
+        for count in range(min(len(unset), _MOST_UNSET) + 1)
     )
-    presets = [
-        name for name, value in vars(source.config).items() if type(value) is str and name not in given
-    ]
-    candidates: list[dict[str, int | None]] = [{name: unset[name] for name in each} for each in subsets]
-    candidates += [{preset: None, **unset} for preset in presets if unset]
-    for guessed in candidates:
+    presets = [name for name, value in values.items() if type(value) is str]
+
+    def count(guessed: Mapping[str, int | None]) -> float:
+        """Return the number of parameters, or infinity if there is no such model."""
         try:
             with torch.device("meta"):
-                kind(source.change(**{**source.guessed, **given, **guessed}))
+                built = kind(source.change(**{**source.guessed, **given, **guessed}))
+            return sum(each.numel() for each in built.parameters())
         except Exception:  # whatever the user's code raises without a value
-            continue
-        return guessed
+            return math.inf
+
+    candidates: Iterator[dict[str, int | None]] = itertools.chain(
+        ({name: unset[name] for name in each} for each in subsets),
+        ({preset: None, **unset} for preset in presets if unset),
+    )
+    for guessed in candidates:
+        least = count(guessed)
+        if least < math.inf:
+            is_preset = unset and presets and not guessed and _PRESET * count(unset) < least
+            return {**unset} if is_preset else guessed
     return {}
 
 
@@ -258,11 +294,7 @@ def _is_config(value: Any) -> bool:
 
 def _list_sources(factory: Callable[..., Any], name: str, given: Mapping[str, Any]) -> Iterator[_Source]:
     """Yield the configuration objects that fit the argument `name`, the most likely first."""
-    try:
-        hint = inspect.signature(factory, eval_str=True).parameters[name].annotation
-    except NameError:  # an annotation that names something that does not exist
-        hint = None
-    for kind in (hint, getattr(factory, "config_class", None)):
+    for kind in (_find_hint(factory, name), getattr(factory, "config_class", None)):
         yield from _make_source(kind, given)
     for key, value in inspect.getmembers(factory, callable) if isinstance(factory, type) else ():
         if "config" in key.lower() and not key.startswith("_"):

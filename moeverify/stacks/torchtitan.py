@@ -104,7 +104,11 @@ def find_arguments(target: str, given: Mapping[str, Any]) -> dict[str, Any]:
         module = module.rpartition(".")[0]
     message = f"no package around `{target}` has a `model_registry`"
     raise CaseError(
-        [Problem(message, path="FACTORY", remedy="name a model such as torchtitan.models.qwen3:Qwen3Model")]
+        [
+            Problem(
+                message, path="PKG.MOD:NAME", remedy="name a model such as torchtitan.models.qwen3:Qwen3Model"
+            )
+        ]
     )
 
 

@@ -41,19 +41,19 @@ def resolve(target: str, path: str) -> Callable[..., Any]:
     module_name, _, name = target.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if not _is_part_of(error.name, module_name):
-            message = f"the import of `{module_name}` failed: {describe_error(error)}"
-            raise _failure(
-                message, path, f"install the package that has `{error.name}` beside moeverify"
-            ) from error
-        message = f"there is no module `{error.name}` for `{target}`"
-        raise _failure(message, path, f"looked in {_describe_path()}") from error
     except Exception as error:
-        message = f"the import of `{module_name}` failed: {describe_error(error)}"
+        if isinstance(error, ModuleNotFoundError) and _is_part_of(error.name, module_name):
+            message = f"there is no module `{error.name}` for `{target}`"
+            raise _failure(message, path, f"looked in {_describe_path()}") from error
+        message = f"the import of `{module_name}` failed: {_describe_with_cause(error)}"
         raise _failure(message, path, _advise_import(error, module_name, name)) from error
     _check_origin(module_name, path)
-    found = reduce(lambda owner, part: getattr(owner, part, None), name.split("."), cast(Any, module))
+    try:
+        found = reduce(lambda owner, part: getattr(owner, part, None), name.split("."), cast(Any, module))
+    except Exception as error:  # a lazy module imports the part now
+        message = f"the import of `{name}` from `{module_name}` failed: {_describe_with_cause(error)}"
+        remedy = f"`from {module_name} import {name.partition('.')[0]}` must work in a Python shell"
+        raise _failure(message, path, remedy) from error
     if not callable(found):
         functions = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
         kind = "no" if found is None else "no function but another value"
@@ -81,8 +81,19 @@ def describe_error(error: BaseException) -> str:
     return f"{said}; {_NEEDS_GPU}" if is_kernels and not has_gpu else said
 
 
+def _describe_with_cause(error: BaseException) -> str:
+    """Return the description of an error, and of the first error that it was raised from."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    said = describe_error(error)
+    return said if first is error else f"{said}; caused by {describe_error(first)}"
+
+
 def _advise_import(error: BaseException, module_name: str, name: str) -> str:
     """Return the remedy of a failed import; a script that trains has often made `name` by then."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return f"install the package that has `{error.name}` beside moeverify"
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__") == module_name and name in frame.f_globals:
             return (

@@ -72,6 +72,17 @@ def test_a_refusal_is_one_sentence_with_a_remedy(
     assert [path.name for path in tmp_path.iterdir()] == ["theirs.py"]
 
 
+def test_a_value_that_is_no_yaml_is_named(invoke: Invoke) -> None:
+    done = invoke("init", "theirs:Net", "--set", "width=8", "--set", "depth=[")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: --set depth: ")
+
+
+def test_errors_name_the_argument_as_the_usage_does(invoke: Invoke) -> None:
+    assert "error: PKG.MOD:NAME: " in invoke("init", "theirs").stderr
+    assert "PKG.MOD:NAME" in invoke("init", "--help").stdout
+
+
 def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -22,6 +24,31 @@ def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp
     assert "head.weight" in files[0].read_text()
     assert ET.parse(files[1]).getroot().get("failures") == "1"
     assert files[2].read_text() == (run / "result.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("report", "{run}"), "reading {run}"),
+        (("explain", "{run}"), "reading {run}"),
+        (("diff", "{run}", "{run}"), "comparing {run} with {run}"),
+        (("history", "{folder}"), "reading the runs in {folder}"),
+    ],
+)
+def test_a_long_reading_of_runs_says_so(
+    words: tuple[str, ...], line: str, invoke: Any, keep: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    @contextmanager
+    def show_work(console: Any, text: str, *, quiet: bool = False) -> Iterator[None]:
+        shown.append(text)
+        yield
+
+    monkeypatch.setattr("moeverify.report.progress.show_work", show_work)
+    run = keep("a")
+    assert invoke(*(each.format(run=run, folder=run.parent) for each in words)).exit_code == 0
+    assert shown == [line.format(run=run, folder=run.parent)]
 
 
 def test_report_takes_a_file_too(invoke: Any, keep: Any) -> None:

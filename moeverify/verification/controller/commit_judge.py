@@ -173,6 +173,7 @@ class Worktree:
         try:
             run = read_run(self.scratch / _RESULT)
         except FormatError:
+            self._check_usage()
             return CommitJudgement(verdict="skipped", reason=self._find_reason(code))
         if len(run.cases) != 1:
             names = ", ".join(case.name for case in run.cases)
@@ -220,9 +221,22 @@ class Worktree:
         path = [str(place) for place in (*moved, *kept, _OWN) if place.is_dir()]
         return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(path))}
 
-    def _find_reason(self, code: int) -> str:
+    def _check_usage(self) -> None:
+        """Raises: CaseError if `moeverify run` refuses its options, which it does on every commit."""
+        lines = self._read_log()
+        if lines and lines[0].startswith("Usage: "):
+            said = lines[-1].removeprefix("Error: ")[:_MOST_REASON]
+            message = f"`moeverify run` refuses the options after `--`: {said}"
+            raise CaseError(
+                [Problem(message, path="CASE", remedy="`moeverify run --help` lists its options")]
+            )
+
+    def _read_log(self) -> list[str]:
         text = read_input(self.scratch / _LOG).decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return [line.strip() for line in text.splitlines() if line.strip()]
+
+    def _find_reason(self, code: int) -> str:
+        lines = self._read_log()
         reason = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "")
         reason = reason.replace(f"{self.worktree}{os.sep}", "")
         return reason.removeprefix("error: ")[:_MOST_REASON] or f"moeverify ended with code {code}"

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from moeverify.verification.controller.scratch import scratch_folder
 
 _TRIAL = "moeverify.verification.worker.probes.factory"
 _SECONDS = 600
+_FACTORY = "PKG.MOD:NAME"  # as in the usage of the command
 _EXPLAIN_SECONDS = 20.0  # a layout that does not apply may differ in everything
 
 
@@ -60,7 +61,9 @@ def parse_fields(texts: Sequence[str]) -> dict[str, Any]:
             message = f"expected `NAME=VALUE`, got `{text}`"
             problems.append(Problem(message, path="--set", remedy="write for example `n_layer=2`"))
             continue
-        entry = parse_text(value, "--set", problems.append, has_lines=False)
+        wrong: list[Problem] = []
+        entry = parse_text(value, "", wrong.append, has_lines=False)
+        problems += [replace(each, path=f"--set {name}") for each in wrong]
         found[name] = entry.plain() if entry is not None else None
     if problems:
         raise CaseError(problems)
@@ -74,7 +77,7 @@ def try_factory(factory: str, parallelize: str, fields: Mapping[str, Any], root:
 
     Raises: CaseError when the model cannot be verified.
     """
-    for target, field in ((factory, "FACTORY"), (parallelize, "--parallelize")):
+    for target, field in ((factory, _FACTORY), (parallelize, "--parallelize")):
         problem = examine_function(target, [str(root)], field) if target else None
         if problem is not None:
             raise CaseError([problem])
@@ -88,11 +91,11 @@ def try_factory(factory: str, parallelize: str, fields: Mapping[str, Any], root:
         except subprocess.TimeoutExpired:
             message = f"`{factory}` was not tried in {_SECONDS} s"
             remedy = "name a function that makes a smaller model"
-            raise CaseError([Problem(message, path="FACTORY", remedy=remedy)]) from None
+            raise CaseError([Problem(message, path=_FACTORY, remedy=remedy)]) from None
         if not file.exists():
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             message = f"the process that tried `{factory}` ended with code {done.returncode}: {last}"
-            raise CaseError([Problem(message, path="FACTORY", remedy="call the function in a Python shell")])
+            raise CaseError([Problem(message, path=_FACTORY, remedy="call the function in a Python shell")])
         content = json.loads(file.read_text())
     if "message" in content:
         refused = Refused.model_validate(content)

@@ -97,6 +97,29 @@ class Open(nn.Module):
     def forward(self, tokens):
         return self.embed(tokens) @ self.embed.weight.T
 
+@dataclass
+class Preset:
+    kind: str = "large"
+    vocab_size: int = 64
+    d_model: int = None
+
+class Filled(nn.Module):
+    def __init__(self, config: Preset):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.d_model or {"large": 1 << 20}[config.kind])
+    def forward(self, tokens):
+        return self.embed(tokens) @ self.embed.weight.T
+
+@dataclass
+class Needy:
+    d_model: int
+    norm_eps: float
+    act: str
+
+class Needing(nn.Module):
+    def __init__(self, args: Needy):
+        super().__init__()
+
 class Layer(nn.Module):
     def __init__(self, dim, num_experts=16):
         super().__init__()
@@ -216,6 +239,7 @@ def test_constant_tensors_get_offsets() -> None:
     ("target", "words"),
     [
         ("theirs:with_object", "`theirs:with_object` needs `net`,"),
+        ("theirs:Needing", "takes a `Needy`, which needs `norm_eps` and `act`"),
         ("theirs:Narrow", "the model computes in float32 only: AssertionError"),
         ("theirs:broken", "the factory failed: ValueError"),
         ("theirs:fixed", "no step of the model works"),
@@ -246,6 +270,7 @@ def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() ->
         ("theirs:Open", {"scale": 2.0}, {"d_model": 64, "vocab_size": 64}),
         ("theirs:Unset", {"kind": None}, {"vocab_size": 64, "n_layer": 2}),
         ("theirs:Unset", {}, {"kind": None, "vocab_size": 64, "n_layer": 2, "n_head": 2}),
+        ("theirs:Filled", {}, {"d_model": 64}),
         ("theirs:Beside", {"causal": True}, {"d_model": 64, "vocab_size": 64}),
     ],
 )

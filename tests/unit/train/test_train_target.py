@@ -45,3 +45,37 @@ def test_another_file_of_the_same_name_is_refused(tmp_path: Path) -> None:
         resolve(f"{NAME}:build", "recipe.model.factory")
     assert str(second) in str(caught.value)
     assert str(first) in str(caught.value)
+
+
+LAZY = """\
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    try:
+        raise RuntimeError("operator torchvision::nms does not exist")
+    except RuntimeError as error:
+        raise ModuleNotFoundError(f"could not import {name}") from error
+"""
+
+
+@pytest.mark.parametrize(
+    "user", ["", f"from {NAME} import build\n"], ids=["named itself", "imported by a user"]
+)
+def test_a_lazy_module_that_cannot_import_a_part_names_the_first_error(user: str, tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.py").write_text(LAZY)
+    (tmp_path / "user_of_lazy.py").write_text(user)
+    with import_path([str(tmp_path)]), pytest.raises(CaseError) as caught:
+        resolve("user_of_lazy:build" if user else f"{NAME}:build", "recipe.model.factory")
+    (problem,) = caught.value.problems
+    assert "could not import build" in problem.message
+    assert "caused by RuntimeError" in problem.message
+    assert "nms does not exist" in problem.message
+    assert "in a Python shell" in problem.remedy
+    assert "None" not in problem.remedy
+
+
+def test_a_missing_package_is_to_be_installed(tmp_path: Path) -> None:
+    (tmp_path / f"{NAME}.py").write_text("import no_such_package\n")
+    with import_path([str(tmp_path)]), pytest.raises(CaseError) as caught:
+        resolve(f"{NAME}:build", "recipe.model.factory")
+    assert "`no_such_package`" in caught.value.problems[0].remedy

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moeverify.errors import CaseError
 from moeverify.results.bisection import CommitJudgement
 from moeverify.verification.controller.commit_judge import CommitCase, Worktree
 from moeverify.verification.controller.git_history import Repository
@@ -57,6 +58,22 @@ def test_a_commit_without_the_module_has_no_verdict(case: CommitCase, tmp_path: 
     slot = Worktree(case, tmp_path / "tree", tmp_path / "run", missing="bisected")
     found = slot.finish()
     assert (found.verdict, found.reason) == ("skipped", "this commit has no module `bisected`")
+
+
+def test_options_that_no_commit_accepts_are_an_error_of_the_command(case: CommitCase, tmp_path: Path) -> None:
+    def finish(log: str) -> CommitJudgement:
+        (tmp_path / "log.txt").write_text(log)
+        slot = Worktree(case, tmp_path / "tree", tmp_path)
+        slot.process = subprocess.Popen(["false"])
+        return slot.finish()
+
+    usage = "Usage: moeverify run [OPTIONS] [[CASE]]...\n\nError: No such option: --bogus\n"
+    with pytest.raises(CaseError) as caught:
+        finish(usage)
+    (problem,) = caught.value.problems
+    assert problem.path == "CASE"
+    assert problem.message.endswith("No such option: --bogus")
+    assert finish("error: no module\n").reason == "no module"
 
 
 def test_only_missing_parts_of_the_case_are_copied(case: CommitCase, tmp_path: Path) -> None:
