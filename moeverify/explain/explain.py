@@ -268,11 +268,11 @@ class Explainer:
     def _explain_sum(
         self, summed: OperatorCause, state: Execution, end: float
     ) -> tuple[list[OperatorCause], Execution]:
-        """Return the write or group without which a wrong sum is right, if there is one, else the sum."""
+        """Return the group or write without which a wrong sum is right, if there is one, else the sum."""
         self._tell_place(summed)
         edits = itertools.chain(
-            list_skipped_writes(self.alignment, summed.stretch, trusts=True),
             list_regroupings(self.alignment, self.groups, summed.ops),
+            list_skipped_writes(self.alignment, summed.stretch, trusts=True),
         )
         found = self._try(edits if self._proves else (), summed.targets[0], summed.stretch, state, end)
         if found is not None:
