@@ -114,8 +114,7 @@ class Upstream:
             self._list_definitions(cause.ops[0], is_last=True),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
-        called = (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause))
-        return found or self._choose(named, called)
+        return found or self._choose(named, self._list_callees(cause))
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
         """Yield the lines that make a wrong first value, run a needless operation, or take shared memory."""
@@ -333,6 +332,10 @@ class Upstream:
         """Yield the nearest lines of branches that ranks alone take, in functions that one device executes."""
         lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
         yield from (make_origin("branch", [line]) for line in lines)
+
+    def _list_callees(self, cause: OperatorCause) -> Iterator[Origin]:
+        """Yield lines of branches that ranks alone take in functions that compute arguments."""
+        yield from (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause))
 
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
