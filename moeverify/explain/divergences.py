@@ -9,7 +9,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.chains import is_passing, skip_moves
 from moeverify.explain.joint import At
 from moeverify.explain.operators import creates
-from moeverify.explain.program import HIDDEN, Op
+from moeverify.explain.program import HIDDEN, Op, Site
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.culprit import Origin
 
@@ -54,10 +54,30 @@ class Divergences:
             yield from self._list_created(each for each in reads if each not in wrong)
             sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
-                yield make_origin("value" if self._agreement.is_on_one_device(at) else "extra", sites)
+                is_new = not self._agreement.is_on_one_device(at)
+                yield make_origin(
+                    "extra" if is_new else "value", self._leave_out_right(op, sites) if is_new else sites
+                )
                 if has_numbers(self._joint.op(op)):
                     yield from self._lines.define(sites)
             waiting += wrong
+
+    def _leave_out_right(self, op: At, sites: tuple[Site, ...]) -> tuple[Site, ...]:
+        """Return the calls of an operation, without its own line if that is right for another caller in the step."""
+        recorded = self._joint.op(op)
+        others = [
+            (op[0], each.number)
+            for each in self._joint.programs[op[0]].ops
+            if (each.name, each.step) == (recorded.name, recorded.step) and each.number != op[1]
+        ]
+        for other in others:
+            calls, made = self._lines.sites(other), self._joint.results(other)
+            is_other_call = calls[:1] == sites[:1] and calls[1:2] != sites[1:2]
+            if is_other_call and all(
+                self._alignment.tells(at) and self._alignment.is_right(at) for at in made
+            ):
+                return sites[1:] or sites
+        return sites
 
     def _list_created(self, values: Iterable[At]) -> Iterator[Origin]:
         """Yield the lines of ranks alone that create tensors of one number, such as zeros."""

@@ -132,3 +132,20 @@ def test_a_branch_in_a_function_that_computes_an_argument_is_named_where_nothing
         return torch.cat([part.tanh() for part in order(parts, on_ranks)])
 
     assert ("callee", "return parts[::-1]") in list_leads(run)
+
+
+def test_a_line_that_is_right_for_another_caller_is_not_named_but_its_call() -> None:
+    def double(x: Tensor) -> Tensor:
+        return torch.cat([x, x])
+
+    def shift(y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        first = double(y)[:8]
+        return first, double(mask)[2:10]
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        y, mask = x.sin(), (x > 0.5).double() * 0.1
+        if on_ranks:
+            y, mask = shift(y, mask)
+        return (y * (1.0 - mask)).tanh() @ WEIGHT
+
+    assert ("extra", "double(mask)") in list_leads(run, proves=True)
