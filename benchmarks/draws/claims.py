@@ -220,7 +220,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     )
 
 
-_SEEN = ("total", "reduction", "group", "race", "written")
+_SEEN = ("total", "reduction", "group", "unreduced", "race", "written")
 """Mechanisms whose line is not wrong by itself."""
 
 _KIND_OF_MECHANISM = {
@@ -228,6 +228,7 @@ _KIND_OF_MECHANISM = {
     "share": "reduction",
     "reduction": "reduction",
     "group": "reduction",
+    "unreduced": "reduction",
     "scale": "scale",
     "moved": "elsewhere",
     "race": "race",

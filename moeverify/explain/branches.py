@@ -11,7 +11,7 @@ from functools import cached_property
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_of_step, walk_back
+from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.joint import At
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
@@ -96,6 +96,26 @@ class Branches:
             found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
         yield from (find_line(*line) for line in found.values())
 
+    def find_maker(self, cause: OperatorCause) -> Site | None:
+        """Return the only line of ranks alone that makes a replaced value, if it makes it of right values.
+
+        Collectives do not count, as one device runs none.
+        """
+        first, makers = cause.ops[0], dict[At, None]()
+        for at in self._list_replaced(cause):
+            last = self._joint.maker(skip_moves(self._joint, at))
+            makers |= dict.fromkeys([*list_chain(self._joint, [at]), last])
+        lines = {line for block in self._list_possible(first, cause.targets[0]) for line in block}
+        alone = [op for op in makers if op[0] == first[0] and set(self._sites(op)[:1]) & lines]
+        if len({self._sites(op)[0] for op in alone}) != 1 or any(map(self._is_doubtful, alone)):
+            return None
+        return find_line(*self._sites(alone[0])[0])
+
+    def _is_doubtful(self, op: At) -> bool:
+        """Return whether an operator is a collective or takes values that are not those of one device."""
+        taken = self._joint.own_reads(op)
+        return self._joint.op(op).meeting is not None or not all(map(self._agreement.agrees, taken))
+
     def find_in_arguments(self, cause: OperatorCause) -> Iterator[Site]:
         """Yield the first lines of branches in functions that compute arguments of the call and of its operands."""
         first = cause.ops[0]
@@ -121,12 +141,26 @@ class Branches:
         """
         step = self._joint.op(first).step
         blocks = self._list_blocks(first[0], {step, target.mark[0]})
-        proven = self._proven[first[0]]
+        proven, rank = self._proven[first[0]], first[0]
         return [
             block
             for block in blocks
-            if step < 0 or not any((target.mark[0], line) in proven for line in block)
+            if step < 0
+            or not (
+                any((target.mark[0], line) in proven for line in block)
+                or self._communicates_rightly(rank, block, step)
+            )
         ]
+
+    def _communicates_rightly(self, rank: int, block: _Block, step: int) -> bool:
+        """Return whether a block runs a collective in a step, and all of its results that tell are right.
+
+        One device runs no collectives, so that lines which call one are of ranks alone in a right program, too.
+        """
+        ops = [(rank, number) for line in block for number in self._ops_of[rank].get((step, line), ())]
+        made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
+        is_met = any(self._joint.op(op).meeting is not None for op in ops)
+        return is_met and bool(made) and all(map(self._alignment.is_right, made))
 
     def _is_later(self, block: _Block, first: At) -> bool:
         """Return whether a block runs an operator after an operation of the step, or follows a call that runs it.
@@ -177,6 +211,17 @@ class Branches:
             elif is_new:
                 found.append((line,))
             last = function if is_new else None
+        return found
+
+    @cached_property
+    def _ops_of(self) -> list[dict[tuple[int, Line], list[int]]]:
+        """The operators that each line of user code calls in each step, on each rank."""
+        found: list[dict[tuple[int, Line], list[int]]] = []
+        for rank, program in enumerate(self._joint.programs):
+            found.append({})
+            for op in program.ops:
+                for line in self._sites((rank, op.number)):
+                    found[-1].setdefault((op.step, line), []).append(op.number)
         return found
 
     @cached_property

@@ -55,6 +55,7 @@ _OF_TENSORS = frozenset(
         "shared",
         "reduction",
         "total",
+        "unreduced",
     }
 )
 """Mechanisms that leave no number, group or flag in doubt."""
@@ -69,7 +70,7 @@ class Culprits:
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._right = explainer.right
         self._origins = Origins(self._alignment, self._one)
-        self._upstream = Upstream(self._alignment, self._one, explainer.right)
+        self._upstream = Upstream(self._alignment, self._one, explainer.right, explainer.independent)
         self._groups = explainer.groups
 
     def trace(self, culprit: Culprit, cause: OperatorCause) -> Culprit:
@@ -306,8 +307,9 @@ class Culprits:
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
             return {"rounds_to": narrow, "taken": None if narrow else self._find_stale(first, edit)}
-        if edit.kind in ("group", "number"):
-            axes = edit.numbers[0] if edit.kind == "group" else ()
+        if edit.kind in ("group", "unreduced", "number"):
+            first_axis = {"group": 0, "unreduced": 1}.get(edit.kind, 2)  # of a pair (axis or reduction, axis)
+            axes = edit.numbers[0][first_axis:] if edit.numbers else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
         if taken is None or edit.kind == "value":

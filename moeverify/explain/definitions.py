@@ -124,14 +124,14 @@ class Definitions:
         is_of_tensors: bool = False,
         of_conditions: bool = False,
         keyword: str = "",
+        has_objects: bool = False,
     ) -> dict[Site, Difference | None]:
         """Return the lines that define the arguments of a call, the nearest first, or else its conditions.
 
         Each has the difference between the values of ranks and one device, if they were recorded.
-
         `sites` is the call stack, the innermost line first. With `is_of_tensors`, the call takes tensors
         alone, and so do the functions that it calls. With `of_conditions`, arguments do not count. With `keyword`,
-        only this argument counts, if the call has it.
+        only this argument counts, if the call has it. With `has_objects`, lines that make modules count, too.
         """
         uses: list[_Use] = []
         conditions: list[_Use] = []
@@ -145,8 +145,14 @@ class Definitions:
                     _Use(test, scope, first_line(node)) for test in list_conditions(scope.file, node)
                 ]
         is_group = keyword == "group"  # one device has none
-        found = self._follow(uses, skips_calls=is_of_tensors, plain=_ALL * is_group, compares=not is_group)
-        return found or self._follow(conditions, plain=_NAMES * of_conditions)
+        found = self._follow(
+            uses,
+            skips_calls=is_of_tensors,
+            plain=_ALL * is_group,
+            compares=not is_group,
+            has_objects=has_objects or is_group,
+        )
+        return found or self._follow(conditions, plain=_NAMES * of_conditions, has_objects=has_objects)
 
     def find_differences(self, file: str, line: int) -> dict[Site, Difference]:
         """Return the lines that define other values than on one device, for a statement and its conditions.
@@ -246,6 +252,7 @@ class Definitions:
         skips_calls: bool = False,
         plain: tuple[type[ast.expr], ...] = (),
         compares: bool = True,
+        has_objects: bool,
     ) -> dict[Site, Difference | None]:
         """Return the lines that define the values of expressions, with differences from one device.
 
@@ -254,12 +261,12 @@ class Definitions:
         have no tensors, also in lines that make tensors.
         """
         values = self._values if compares else None
-        found = self._walk(uses, skips_calls, plain, values)
+        found = self._walk(uses, skips_calls, plain, values, has_objects=has_objects)
         if not any(each.is_evidence for each in found):
             # Numbers and keys in lines that make tensors decide which tensor it is.
             chosen = self._walk(uses, skips_calls, _ALL, values) if values is not None else []
             found = [each for each in chosen if each.is_new]
-            found += self._walk(uses, skips_calls, plain, None)
+            found += self._walk(uses, skips_calls, plain, None, has_objects=has_objects)
         found.sort(key=lambda each: (not each.is_evidence, each.is_passed, not each.is_new))
         return {each.site: each.difference for each in found}
 
@@ -269,8 +276,13 @@ class Definitions:
         skips_calls: bool,
         plain: tuple[type[ast.expr], ...],
         values: PythonValues | None,
+        *,
+        has_objects: bool = True,
     ) -> list[DefiningLine]:
-        """Return the definitions of expressions. Those of values that equal one device's are not followed."""
+        """Return the definitions of expressions. Those of values that equal one device's are not followed.
+
+        Without `has_objects`, leave out lines that make objects, such as modules; their attributes are followed.
+        """
         waiting: deque[tuple[_Use, DefiningLine | None]] = deque((use, None) for use in uses)
         seen: dict[tuple[ast.expr, Function | None], DefiningLine | None] = {}
         found: list[DefiningLine] = []
@@ -295,11 +307,20 @@ class Definitions:
                 made = DefiningLine(_site(each.scope, each.value), self._compare(each, values), passes, users)
                 seen[key] = made if made.difference is not None else None
                 is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
-                if made.difference or (each.is_shown and (is_chosen or not is_plain(each.value))):
+                is_shown = each.is_shown and (has_objects or not self._is_object(each))
+                if made.difference or (is_shown and (is_chosen or not is_plain(each.value))):
                     found.append(made)
                 waiting.append((_Use(each.value, each.scope, line), made if made.difference else user))
         find_evidence([each for each in seen.values() if each is not None])
         return found
+
+    def _is_object(self, definition: _Definition) -> bool:
+        """Return whether a definition makes a module or another object of the user's classes."""
+        name, value = definition.name, definition.value
+        made = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        classes = frozenset[str]().union(*(file.classes for file in self._files.values()))
+        is_made = all(isinstance(each, ast.Call) and name_called(each) in classes for each in made)
+        return is_made or (self._values is not None and name is not None and self._values.is_object(name))
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
         """Return how a value differs from one device; None for functions that only the ranks run."""

@@ -54,13 +54,19 @@ class Divergences:
             yield from self._list_created(each for each in reads if each not in wrong)
             sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
-                is_new = not self._agreement.is_on_one_device(at)
-                yield make_origin(
-                    "extra" if is_new else "value", self._leave_out_right(op, sites) if is_new else sites
-                )
+                yield self._describe(at, sites)
                 if has_numbers(self._joint.op(op)):
-                    yield from self._lines.define(sites)
+                    yield from (each for each in self._lines.define(sites) if each.here is not None)
             waiting += wrong
+
+    def _describe(self, at: At, sites: tuple[Site, ...]) -> Origin:
+        """Return the origin of a value. One device runs no collectives, so that these are not suspect for it."""
+        op = self._joint.maker(at)
+        if self._joint.op(op).meeting is not None:
+            return make_origin("collective", sites)
+        if self._agreement.is_on_one_device(at):
+            return make_origin("value", sites)
+        return make_origin("extra", self._leave_out_right(op, sites))
 
     def _leave_out_right(self, op: At, sites: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return the calls of an operation, without its own line if that is right for another caller in the step."""

@@ -31,6 +31,7 @@ Kind = Literal[
     "returned",
     "scale",
     "group",
+    "unreduced",
     "dtype",
     "value",
 ]
@@ -38,7 +39,7 @@ Kind = Literal[
 
 An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
 value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
-result, divides an operand by its factor, gives a collective another group, or computes in a wider dtype.
+result, divides an operand by its factor, gives a collective another group, reduces over ranks, or widens a dtype.
 """
 
 

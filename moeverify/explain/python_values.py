@@ -20,7 +20,8 @@ _MOST_MEMBERS = 32
 _LONGEST = 200
 _DEPTH = 3
 _OTHER = "<object>"
-"""Data of objects that are not compared, such as tensors and modules."""
+"""Data of objects that are not compared, such as modules and meshes."""
+_TENSOR = f"{_OTHER} tensor"
 
 
 class Difference(NamedTuple):
@@ -53,7 +54,7 @@ def encode(value: Any, depth: int = _DEPTH) -> Any:
         size, members = found
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
         return size, tuple(sorted(kept, key=repr)) if issubclass(kind, set | frozenset) else kept
-    return _OTHER
+    return _TENSOR if issubclass(kind, torch.Tensor) else _OTHER
 
 
 def _list_members(value: Any) -> tuple[int, Iterable[object]] | None:
@@ -90,6 +91,10 @@ class PythonValues:
         made = self._list_made(name)
         return bool(made) and _OTHER not in str(made)
 
+    def is_object(self, name: Name) -> bool:
+        """Return whether a name has objects alone, other than tensors, such as a mesh or a module."""
+        return set(map(str, self._list_made(name))) == {_OTHER}
+
     def compare(self, name: Name, function: Iterable[int]) -> Difference | None:
         """Return the first value of a name that differs on any rank. None if all agree.
 
@@ -98,7 +103,7 @@ class PythonValues:
         """
         if name in self._of_one:
             return self._find_difference(name)
-        made = (each for each in self._list_made(name) if each != _OTHER)
+        made = (each for each in self._list_made(name) if not _is_opaque(each))
         is_shared = any((name[0], line) in self._lines for line in function)
         return next((Difference(_show(each), None) for each in made), None) if is_shared else None
 
@@ -117,8 +122,12 @@ class PythonValues:
                 mine, theirs = values.get(name, ()), self._one.get(step, {}).get(name, ())
                 pairs = zip(mine, theirs, strict=True) if len(mine) == len(theirs) else _pair(mine, theirs)
                 for here, there in pairs:
-                    if here != there and _OTHER not in (here, there):
+                    if here != there and not (_is_opaque(here) or _is_opaque(there)):
                         yield _make_difference(*_find_member(here, there))
+
+
+def _is_opaque(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_OTHER)
 
 
 def _pair(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterable[tuple[Any, Any]]:

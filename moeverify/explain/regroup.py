@@ -1,17 +1,28 @@
-"""Edits that execute a collective over the groups of another mesh axis, with the ranks' own operands."""
+"""Edits that execute a collective over the groups of another mesh axis, or a reduction that the ranks lack."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_group
+from moeverify.explain.chains import list_group, skip_moves
 from moeverify.explain.edits import Edit
 from moeverify.explain.joint import At, Changes, meet_over
 from moeverify.explain.operators import NotExecutable
 
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """The rank groups of each mesh axis."""
+
+_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda parts: parts.sum(0),
+    "maximum": lambda parts: parts.amax(0),
+    "minimum": lambda parts: parts.amin(0),
+    "mean": lambda parts: parts.mean(0),
+}
+"""Reductions over the ranks of a group, of their values stacked in dim 0."""
 
 
 def list_regroupings(
@@ -59,6 +70,50 @@ def _regroup(
             return None
         changes.values |= zip(joint.results(at), made, strict=True)
     return changes
+
+
+def list_reductions(alignment: Alignment, groups: Groups, ops: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits that reduce the results of operators, or the values that they take, over a mesh axis.
+
+    First the values of all calls at a place are reduced, then those of the first call alone, as later calls may
+    take its result. Values that are equal on the ranks of an axis need no reduction.
+    """
+    joint = alignment.joint
+    taken = (skip_moves(joint, at) for at in joint.own_reads(ops[0]))
+    for value in dict.fromkeys([*joint.results(ops[0]), *taken]):
+        maker = joint.op(joint.maker(value))
+        if maker.meeting is not None or maker.step < 0:
+            continue
+        every = alignment.siblings(value)
+        first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
+        for values in dict.fromkeys((tuple(every), tuple(first))):
+            makers = tuple(map(joint.maker, values))
+            for axis, parts in groups.items():
+                for name, reduce in _REDUCTIONS.items():
+                    if changes := _reduce(alignment, values, parts, reduce):
+                        yield Edit("unreduced", makers, Changes(values=changes), numbers=((name, axis),))
+
+
+def _reduce(
+    alignment: Alignment,
+    values: Sequence[At],
+    groups: Sequence[Sequence[int]],
+    reduce: Callable[[Tensor], Tensor],
+) -> dict[At, Tensor]:
+    """Return values reduced over the ranks of their groups; empty if a rank has none, or if all ranks' are equal."""
+    at_place = {(alignment.occurrence(at), at[0]): alignment.data(at) for at in values}
+    found: dict[At, Tensor] = {}
+    is_same = True
+    for at in values:
+        own = alignment.data(at)
+        ranks = next((group for group in groups if at[0] in group), ())
+        parts = [at_place.get((alignment.occurrence(at), rank)) for rank in ranks]
+        kept = [each for each in parts if each is not None and own is not None and each.shape == own.shape]
+        if own is None or not own.is_floating_point() or not ranks or len(kept) < len(ranks):
+            return {}
+        found[at] = reduce(torch.stack(kept))
+        is_same &= torch.equal(found[at], own)
+    return {} if is_same else found
 
 
 def name_ranks(groups: Groups, ranks: Sequence[int]) -> str:

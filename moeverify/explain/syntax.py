@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from moeverify.explain.program import Site
 from moeverify.explain.sites import parse_file
@@ -23,6 +23,11 @@ class SourceFile:
     def __init__(self, path: str) -> None:
         self.path, self.tree = path, parse_file(path)
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    @cached_property
+    def classes(self) -> frozenset[str]:
+        """Names of the classes in the file."""
+        return frozenset(node.name for node in self.parents if isinstance(node, ast.ClassDef))
 
     def function_of(self, node: ast.AST) -> Function | None:
         """Return the innermost function around a node."""

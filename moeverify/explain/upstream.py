@@ -44,14 +44,23 @@ _MOST_FOLLOWED = 48
 
 
 class Upstream:
-    """Search for the lines that come before the first wrong operation. `right` are results that are right."""
+    """Search for the lines that come before the first wrong operation.
 
-    def __init__(self, alignment: Alignment, one: OneDevice, right: Sequence[Target]) -> None:
+    `right` are results that are right, and `independent` those of them that are not computed from wrong ones.
+    """
+
+    def __init__(
+        self,
+        alignment: Alignment,
+        one: OneDevice,
+        right: Sequence[Target],
+        independent: Sequence[Target],
+    ) -> None:
         self._alignment, self._one, self._joint, self._right = alignment, one, alignment.joint, right
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
-        self._branches = Branches(self._agreement, alignment, one.program, self._lines, right)
+        self._branches = Branches(self._agreement, alignment, one.program, self._lines, independent)
         self._divergences = Divergences(alignment, self._agreement, self._lines)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)
@@ -76,6 +85,8 @@ class Upstream:
         kind = cause.repairs[0].kind if cause.repairs else ""
         if kind == "group":
             return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
+        if kind in ("operand", "whole") and (own := self._branches.find_maker(cause)) is not None:
+            return (make_origin("branch", [own]),)
         lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
         scaling = self._scaling.find(cause, lineage)
@@ -164,7 +175,7 @@ class Upstream:
         sites = self._lines.made_at(op)
         if sites:
             yield make_origin("made", sites)
-            yield from self._lines.define(sites)
+            yield from self._lines.define(sites, has_objects=True)
 
     def _list_made(self, rank: int, labels: Iterable[str]) -> Iterator[Origin]:
         for label in labels:

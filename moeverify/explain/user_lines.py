@@ -99,8 +99,9 @@ class UserLines:
         of_ranks: bool = False,
         words: Collection[str] = (),
         keyword: str = "",
+        has_objects: bool = False,
     ) -> Iterator[Origin]:
-        """Yield definitions of the arguments of a call.
+        """Yield definitions of the arguments of a call, with `has_objects` also those of modules and meshes.
 
         First come those with these words, then those with other values on one device, then those of ranks alone.
 
@@ -108,7 +109,11 @@ class UserLines:
         this argument, if the call has it.
         """
         found = self._definitions.find(
-            sites, is_of_tensors=is_of_tensors, of_conditions=of_conditions, keyword=keyword
+            sites,
+            is_of_tensors=is_of_tensors,
+            of_conditions=of_conditions,
+            keyword=keyword,
+            has_objects=has_objects,
         )
         yield from (
             make_origin("definition", [site], found[site])

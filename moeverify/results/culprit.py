@@ -20,6 +20,7 @@ Mechanism = Literal[
     "value",
     "scale",
     "group",
+    "unreduced",
     "dtype",
     "reduction",
     "moved",
@@ -36,6 +37,7 @@ Mechanism = Literal[
 _CODES: dict[Mechanism, Cause] = {
     "total": Cause.MISSING_REDUCTION,
     "reduction": Cause.MISSING_REDUCTION,
+    "unreduced": Cause.MISSING_REDUCTION,
     "group": Cause.COLLECTIVES,
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,

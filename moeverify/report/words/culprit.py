@@ -202,6 +202,7 @@ _ABOUT: Mapping[Mechanism, str] = {
     "whole": "it uses a part of a tensor",
     "removed": "one device does not do this",
     "group": "its group has the wrong ranks",
+    "unreduced": "its result is not reduced",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
     "written": "its values are from before the first step",
@@ -359,6 +360,11 @@ def _describe_group(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"over {mine}; its result is right over {right}")]
 
 
+def _describe_unreduced(culprit: Culprit) -> list[Row]:
+    ((name, axis),) = culprit.numbers
+    return [(_HERE, f"each rank goes on with its own result; the {name} over {axis} is right")]
+
+
 def _describe_dtype(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"in {culprit.rounds_to}"), (_THERE, "float64")]
 
@@ -443,6 +449,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "value": _describe_counterpart,
     "scale": _describe_scale,
     "group": _describe_group,
+    "unreduced": _describe_unreduced,
     "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,

@@ -24,7 +24,7 @@ from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
-from moeverify.results.operation import Unreduced
+from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.place import Place
 from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Judgement
@@ -172,7 +172,8 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     for culprit, marks in reversed(found.culprits):
         left = _leave_out_refuted(left, culprit, found)
         named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
-        if named is not None and (named.names_operation or not _is_of_start(culprit)):
+        is_better = culprit.names_cause and not culprit.is_local and named is not None and _is_measured(named)
+        if named is not None and not is_better and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
             continue
         lead = named or _find_lead(left, found.step, marks if culprit.proved else ())
@@ -241,11 +242,21 @@ def _is_of_start(culprit: Culprit) -> bool:
 
 
 def is_named(findings: Sequence[Finding], step: int, found: Found) -> bool:
-    """Return whether a check or hypothesis names the operation, up to `step`, and nothing found refutes it."""
+    """Return whether a check or hypothesis names the operation, up to `step`, and nothing found refutes it.
+
+    A measured factor ends no search: many mistakes have it, and an execution shows which one it is.
+    """
     left = list(findings)
     for culprit, _ in found.culprits:
         left = _leave_out_refuted(left, culprit, found)
-    return _find_named(left, step) is not None
+    named = _find_named(left, step)
+    return named is not None and not _is_measured(named)
+
+
+def _is_measured(finding: Finding) -> bool:
+    """Return whether the cause of a finding is a factor that was fitted to the numbers, and not why it is wrong."""
+    operation = None if finding.explanation is None else finding.explanation.operation
+    return isinstance(operation, Scaled) and not (operation.local_means or operation.own_tokens)
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:

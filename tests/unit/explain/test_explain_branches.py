@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from recordings import list_ops, make, record_call
+from recordings import data_of, list_ops, make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain.cause import OperatorCause
@@ -47,7 +47,7 @@ def find_causes(ranks: list[Program], one: Program) -> tuple[list[OperatorCause]
 def list_lines(ranks: list[Program], one: Program) -> list[tuple[str, str]]:
     """Return (kind, expression) of the lines to look at, for all causes."""
     causes, explainer = find_causes(ranks, one)
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
     return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
 
 
@@ -91,11 +91,54 @@ def test_a_line_without_an_operator_that_decides_a_replaced_value_is_named() -> 
     (add,), (added,) = list_ops(ranks, "add"), list_ops(ranks, "mul")
     replaced = Changes(values={(0, added.results[0]): torch.zeros(8, 4)})
     repair = Edit("operand", ((0, add.number),), replaced)
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right)
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
     for repairs, is_named in (([repair], True), ([], False)):
         cause = OperatorCause([(0, add.number)], repairs, explainer.wrong[:1])
         lines = [each.line.expression for each in upstream.find(cause) if each.kind == "branch"]
         assert ("share = 3e-1" in lines) is is_named
+
+
+def test_the_line_of_ranks_alone_that_picks_a_replaced_value_is_named_alone() -> None:
+    """Lines before it run on ranks alone, too, but compute right values."""
+
+    def shift(x: Tensor, on_ranks: int) -> Tensor:
+        if on_ranks:
+            return x.double() + 0.5
+        return x + 0.5
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        scores = shift(x, on_ranks).sigmoid()
+        biased = scores + 0.5
+        chosen = biased.topk(2, -1).indices
+        weights = None
+        if on_ranks:
+            weights = biased.gather(1, chosen)
+        weights = scores.gather(1, chosen) if weights is None else weights
+        return (weights / weights.sum(-1, keepdim=True)).log() @ WEIGHT[:2]
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    (total,), (picked,), (right,) = (
+        list_ops(*each) for each in ((ranks, "sum"), (ranks, "gather"), (one, "gather"))
+    )
+    replaced = Changes(values={(0, picked.results[0]): data_of(one, right.results[0])})
+    cause = OperatorCause(
+        [(0, total.number)], [Edit("operand", ((0, total.number),), replaced)], explainer.wrong
+    )
+    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
+    (line,) = upstream.find(cause)
+    assert (line.kind, line.line.expression) == ("branch", "weights = biased.gather(1, chosen)")
+
+
+def test_a_right_result_that_follows_from_a_wrong_one_excludes_no_branch() -> None:
+    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
+        update = x.exp() * x.sign()
+        if on_ranks:
+            update = x * 2.0
+        return {"update": update, "sign": update.sign()}
+
+    ranks, one = (record(run, on_ranks, Kind.UPDATE) for on_ranks in (True, False))
+    assert ("branch", "update = x * 2.0") in list_lines([ranks], one)
 
 
 def test_a_branch_after_the_first_wrong_operation_is_not_named() -> None:

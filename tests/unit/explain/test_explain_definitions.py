@@ -253,3 +253,25 @@ def test_one_argument_of_a_call_can_be_followed_alone(tmp_path: Path) -> None:
     found = find_in_lists(tmp_path, keyword="group")
     assert found == ['add_up(model, Axis(group=mesh.group("tp")))']
     assert "flat = join(gradients)" in find_in_lists(tmp_path)
+
+
+MADE = """
+class Grid:
+    def __init__(self, mesh):
+        self.ranks = mesh.size() + 0
+
+def step(mesh, x):
+    grid = Grid(mesh) if mesh else Grid(None)
+    count = len(mesh) + 0
+    use(grid.ranks, count)
+"""
+
+
+def test_a_line_that_makes_an_object_is_followed_and_shown_only_on_demand(tmp_path: Path) -> None:
+    (path := tmp_path / "made.py").write_text(MADE)
+    site = Site(str(path), 9, "", 0, (9, 4, 9, 26))
+    for has_objects in (False, True):
+        found = Definitions([str(path)], lambda *_: False).find([site], has_objects=has_objects)
+        shown = [read_expression(each) for each in found]
+        assert {"mesh.size() + 0", "len(mesh) + 0"} <= set(shown)
+        assert ("Grid(mesh) if mesh else Grid(None)" in shown) is has_objects

@@ -236,3 +236,13 @@ def test_no_code_of_the_program_runs_to_look_up_or_keep_a_value(tmp_path: Path) 
     assert calls == ["effective"]  # the program's own access
     assert program.names[SETUP][str(path), 2, "config.size"] == [3]
     assert program.names[SETUP][str(path), 3, "return"] == [(1, ((2, ("width", 4)),))]
+
+
+def test_a_name_of_modules_alone_is_one_of_objects() -> None:
+    made = {"module": torch.nn.Identity(), "tensor": torch.ones(2), "number": 2}
+    names = {("a.py", line, name): [encode(value)] for line, (name, value) in enumerate(made.items())}
+    values = PythonValues({}, [{0: names}])
+    assert [
+        name for _, _, name in names if values.is_object(next(each for each in names if each[2] == name))
+    ] == ["module"]
+    assert not values.is_object(("a.py", 9, "other"))

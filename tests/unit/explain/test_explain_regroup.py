@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import MARK, make
+from recordings import MARK, make, record_call
 from torch import Tensor
 
 from moeverify.explain import known
@@ -13,7 +13,7 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Joint
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown, Value
-from moeverify.explain.regroup import list_regroupings, name_ranks
+from moeverify.explain.regroup import list_reductions, list_regroupings, name_ranks
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 
@@ -123,3 +123,40 @@ def test_a_rank_without_the_call_cannot_take_part(missing: int) -> None:
 
 def test_ranks_are_named_by_their_axis() -> None:
     assert [name_ranks(GROUPS, each) for each in ([2, 0], [0, 3])] == ["dp", "ranks 0, 3"]
+
+
+def make_peaks() -> Explainer:
+    """Return the search in programs where each rank subtracts its own maximum; one device takes that of both."""
+    halves = [make(6, 4, seed=1), 2 * make(6, 4, seed=2)]
+    ranks = [
+        record_call(
+            lambda x: (x - x.amax(-1)[:, None]).sin(), Region.box((6, 8), [range(6), columns]), x=half
+        )
+        for half, columns in zip(halves, (range(4), range(4, 8)), strict=True)
+    ]
+    one = record_call(lambda x: (-x.amax(-1)[:, None] + x).sin(), x=torch.cat(halves, 1))
+    return Explainer(ranks, one, 0, (), {"tp": [[0, 1]]})
+
+
+def test_a_value_that_each_rank_has_of_its_own_part_is_right_when_reduced() -> None:
+    explainer = make_peaks()
+    (cause,) = explainer.explain(20.0)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.proved, culprit.here.operator) == ("unreduced", True, "amax")
+    assert (culprit.numbers, culprit.axes) == ((("maximum", "tp"),), ("tp",))
+    assert (culprit.repaired, culprit.code) == (("loss/total",), Cause.MISSING_REDUCTION)
+
+
+def test_values_that_are_equal_on_all_ranks_need_no_maximum() -> None:
+    ranks = [record_call(lambda x: x.sin(), x=make(6, 4)) for _ in range(2)]
+    alignment = Alignment(Joint(ranks), record_call(lambda x: x.cos(), x=make(6, 4)))
+    (sine,) = [op for op in ranks[0].ops if op.short == "sin"]
+    edits = list_reductions(alignment, {"tp": [[0, 1]]}, [(0, sine.number), (1, sine.number)])
+    assert [each.numbers[0][0] for each in edits] == ["sum"]
+
+
+def test_a_rank_without_the_value_cannot_be_reduced() -> None:
+    ranks = [record_call(lambda x: x.sin(), x=make(6, 4, seed=seed)) for seed in range(2)]
+    alignment = Alignment(Joint(ranks), record_call(lambda x: x.cos(), x=make(6, 4)))
+    (sine,) = [op for op in ranks[0].ops if op.short == "sin"]
+    assert not list(list_reductions(alignment, {"tp": [[0, 1, 2]]}, [(0, sine.number)]))

@@ -131,6 +131,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"numbers": (("tp", "cp"),)},
         [("here", "over tp; its result is right over cp")],
     ),
+    "unreduced": (
+        {"numbers": (("maximum", "tp"),), "axes": ("tp",)},
+        [("here", "each rank goes on with its own result; the maximum over tp is right")],
+    ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},
         [

@@ -21,7 +21,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, ReplicaSum
-from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Unreduced
+from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Scaled, Unreduced
 from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import (
@@ -78,6 +78,25 @@ def test_a_named_cause_leads_and_the_culprit_is_evidence_for_it() -> None:
     told = lead([find("v", **SURE), find("w")], (culprit, [W]), is_complete=True)
     assert [(each.tensor, each.follows) for each in told] == [("v", ""), ("w", "")]
     assert (told[0].culprit, told[0].explanation, told[0].code) == (culprit, EXPLANATION, "layout")
+
+
+MEASURED: dict[str, Any] = {
+    "explanation": EXPLANATION.model_copy(
+        update={"cause": Cause.SCALE, "operation": Scaled(contributions=(), loss_scale=10)}
+    ),
+    "code": "scale",
+}
+
+
+def test_a_measured_factor_ends_no_search_and_gives_way_to_a_cause_that_an_execution_proves() -> None:
+    measured, sure = find("v", **MEASURED), find("v", **SURE)
+    assert measured.names_operation
+    assert [is_named([each], 1, Found()) for each in (measured, sure)] == [False, True]
+    proved, local = blame("gradient/w"), blame("gradient/w", is_local=True)
+    (told, _) = lead([measured, find("w")], (proved, [W]))
+    assert (told.code, told.culprit) == ("forward", proved.model_copy(update={"leads": True}))
+    (told, _) = lead([measured, find("w")], (local, [W]))
+    assert (told.code, told.culprit) == ("scale", local)
 
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
