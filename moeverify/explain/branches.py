@@ -141,23 +141,25 @@ class Branches:
         """
         step = self._joint.op(first).step
         blocks = self._list_blocks(first[0], {step, target.mark[0]})
-        proven, rank = self._proven[first[0]], first[0]
+        proven = self._proven[first[0]]
         return [
             block
             for block in blocks
             if step < 0
             or not (
                 any((target.mark[0], line) in proven for line in block)
-                or self._communicates_rightly(rank, block, step)
+                or self._communicates_rightly(first, block)
             )
         ]
 
-    def _communicates_rightly(self, rank: int, block: _Block, step: int) -> bool:
-        """Return whether a block runs a collective in a step, and all of its results that tell are right.
+    def _communicates_rightly(self, first: At, block: _Block) -> bool:
+        """Return whether a block runs a collective before an operation, and all of its results that tell are right.
 
         One device runs no collectives, so that lines which call one are of ranks alone in a right program, too.
         """
-        ops = [(rank, number) for line in block for number in self._ops_of[rank].get((step, line), ())]
+        rank, step = first[0], self._joint.op(first).step
+        numbers = (each for line in block for each in self._ops_of[rank].get((step, line), ()))
+        ops = [(rank, number) for number in numbers if number <= first[1]]
         made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
         is_met = any(self._joint.op(op).meeting is not None for op in ops)
         return is_met and bool(made) and all(map(self._alignment.is_right, made))

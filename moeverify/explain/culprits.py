@@ -70,7 +70,7 @@ class Culprits:
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._right = explainer.right
         self._origins = Origins(self._alignment, self._one)
-        self._upstream = Upstream(self._alignment, self._one, explainer.right, explainer.independent)
+        self._upstream = Upstream(explainer)
         self._groups = explainer.groups
 
     def trace(self, culprit: Culprit, cause: OperatorCause) -> Culprit:

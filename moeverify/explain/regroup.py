@@ -23,6 +23,8 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda parts: parts.mean(0),
 }
 """Reductions over the ranks of a group, of their values stacked in dim 0."""
+_OF_OPERATORS = {"amax": "maximum", "max": "maximum", "amin": "minimum", "min": "minimum", "mean": "mean"}
+"""Reductions that continue an operator over ranks. They are tried first: others may repair later results, too."""
 
 
 def list_regroupings(
@@ -84,12 +86,14 @@ def list_reductions(alignment: Alignment, groups: Groups, ops: Sequence[At]) -> 
         maker = joint.op(joint.maker(value))
         if maker.meeting is not None or maker.step < 0:
             continue
+        usual = _OF_OPERATORS.get(maker.short, "sum")
+        reductions = sorted(_REDUCTIONS.items(), key=lambda each: each[0] != usual)
         every = alignment.siblings(value)
         first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
         for values in dict.fromkeys((tuple(every), tuple(first))):
             makers = tuple(map(joint.maker, values))
             for axis, parts in groups.items():
-                for name, reduce in _REDUCTIONS.items():
+                for name, reduce in reductions:
                     if changes := _reduce(alignment, values, parts, reduce):
                         yield Edit("unreduced", makers, Changes(values=changes), numbers=((name, axis),))
 

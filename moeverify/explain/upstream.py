@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import torch
 
 from moeverify.explain.agreement import Agreement
-from moeverify.explain.align import Alignment
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
-from moeverify.explain.counterparts import Counterparts, OneDevice, pair_tensors
+from moeverify.explain.counterparts import Counterparts, pair_tensors
 from moeverify.explain.divergences import Divergences, has_numbers
+from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
@@ -23,7 +23,7 @@ from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
-from moeverify.explain.suspects import STATES, Target
+from moeverify.explain.suspects import STATES
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
@@ -44,23 +44,15 @@ _MOST_FOLLOWED = 48
 
 
 class Upstream:
-    """Search for the lines that come before the first wrong operation.
+    """Search for the lines that come before the first wrong operation, after the search of an `Explainer`."""
 
-    `right` are results that are right, and `independent` those of them that are not computed from wrong ones.
-    """
-
-    def __init__(
-        self,
-        alignment: Alignment,
-        one: OneDevice,
-        right: Sequence[Target],
-        independent: Sequence[Target],
-    ) -> None:
+    def __init__(self, explainer: Explainer) -> None:
+        alignment, one, right = explainer.alignment, explainer.one, explainer.right
         self._alignment, self._one, self._joint, self._right = alignment, one, alignment.joint, right
         self._agreement = Agreement(alignment, one)
         self._lines = UserLines(self._joint, one.program)
         self._scaling = Scaling(alignment, one, self._lines, right)
-        self._branches = Branches(self._agreement, alignment, one.program, self._lines, independent)
+        self._branches = Branches(self._agreement, alignment, one.program, self._lines, explainer.independent)
         self._divergences = Divergences(alignment, self._agreement, self._lines)
         self._lineages: dict[At, list[At]] = {}
         self._spectrum = Spectrum(self._joint, self._lines, right, self._list_lineage)

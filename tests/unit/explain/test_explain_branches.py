@@ -47,7 +47,7 @@ def find_causes(ranks: list[Program], one: Program) -> tuple[list[OperatorCause]
 def list_lines(ranks: list[Program], one: Program) -> list[tuple[str, str]]:
     """Return (kind, expression) of the lines to look at, for all causes."""
     causes, explainer = find_causes(ranks, one)
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
+    upstream = Upstream(explainer)
     return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
 
 
@@ -91,7 +91,7 @@ def test_a_line_without_an_operator_that_decides_a_replaced_value_is_named() -> 
     (add,), (added,) = list_ops(ranks, "add"), list_ops(ranks, "mul")
     replaced = Changes(values={(0, added.results[0]): torch.zeros(8, 4)})
     repair = Edit("operand", ((0, add.number),), replaced)
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
+    upstream = Upstream(explainer)
     for repairs, is_named in (([repair], True), ([], False)):
         cause = OperatorCause([(0, add.number)], repairs, explainer.wrong[:1])
         lines = [each.line.expression for each in upstream.find(cause) if each.kind == "branch"]
@@ -125,7 +125,7 @@ def test_the_line_of_ranks_alone_that_picks_a_replaced_value_is_named_alone() ->
     cause = OperatorCause(
         [(0, total.number)], [Edit("operand", ((0, total.number),), replaced)], explainer.wrong
     )
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
+    upstream = Upstream(explainer)
     (line,) = upstream.find(cause)
     assert (line.kind, line.line.expression) == ("branch", "weights = biased.gather(1, chosen)")
 

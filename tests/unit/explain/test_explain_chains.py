@@ -115,6 +115,6 @@ def test_a_collective_whose_result_nothing_uses_is_named(is_used: bool) -> None:
     for program in ranks:
         program.ops[2].sites = (site,)
     explainer = Explainer(ranks, make_program(whole, None), 0, ())
-    upstream = Upstream(explainer.alignment, explainer.one, (), ())
+    upstream = Upstream(explainer)
     found = list(upstream._list_unused(OperatorCause([(0, 3)], [], [])))
     assert [each.kind for each in found] == ([] if is_used else ["unused"])

@@ -23,7 +23,7 @@ def list_leads(run: Callable[[Tensor, int], Tensor], *, proves: bool = False) ->
     explainer = Explainer([ranks], one, 0, (2.0,))
     causes = explainer.explain(20, proves=proves)
     assert causes
-    upstream = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent)
+    upstream = Upstream(explainer)
     return [(each.kind, each.line.expression) for cause in causes for each in upstream.find(cause)]
 
 

@@ -8,12 +8,16 @@ from recordings import MARK, make, record_call
 from torch import Tensor
 
 from moeverify.explain import known
+from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
+from moeverify.explain.branches import Branches
+from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Joint
-from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown, Value
+from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown, Site, Value
 from moeverify.explain.regroup import list_reductions, list_regroupings, name_ranks
+from moeverify.explain.user_lines import UserLines
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 
@@ -160,3 +164,28 @@ def test_a_rank_without_the_value_cannot_be_reduced() -> None:
     alignment = Alignment(Joint(ranks), record_call(lambda x: x.cos(), x=make(6, 4)))
     (sine,) = [op for op in ranks[0].ops if op.short == "sin"]
     assert not list(list_reductions(alignment, {"tp": [[0, 1, 2]]}, [(0, sine.number)]))
+
+
+def test_the_reduction_that_continues_an_operator_is_tried_first() -> None:
+    ranks = [record_call(lambda x: x.amax(-1).sin(), x=make(6, 4, seed=seed)) for seed in range(2)]
+    alignment = Alignment(Joint(ranks), record_call(lambda x: x.cos(), x=make(6, 4)))
+    for name, first in (("amax", "maximum"), ("sin", "sum")):
+        (op,) = [each for each in ranks[0].ops if each.short == name]
+        edits = list_reductions(alignment, {"tp": [[0, 1]]}, [(0, op.number), (1, op.number)])
+        assert next(edits).numbers == ((first, "tp"),)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_line_that_runs_a_collective_with_right_results_is_no_branch_to_look_at(is_right: bool) -> None:
+    parts = make_parts()[:2]
+    ranks = [make_rank(part, (0, 1), tuple(parts)) for part in parts]
+    site = Site(__file__, 1, "run")
+    for program in ranks:
+        program.ops[2].sites = (site,)
+        program.lines[0] = {(site.file, site.line)}
+    alignment = Alignment(Joint(ranks), make_rank(parts[0] + parts[1] if is_right else make(*SHAPE, seed=9)))
+    one = OneDevice(alignment.one, alignment.elements)
+    lines = UserLines(alignment.joint, alignment.one)
+    branches = Branches(Agreement(alignment, one), alignment, alignment.one, lines, ())
+    assert branches._communicates_rightly((0, 3), ((site.file, site.line),)) is is_right
+    assert not branches._communicates_rightly((0, 1), ((site.file, site.line),))

@@ -41,7 +41,7 @@ def compare(run: Callable[..., Mapping[str, Tensor]], *names: str) -> list[tuple
     explainer = Explainer([programs[0]], programs[1], 0, [])
     cause, *_ = explainer.explain(60.0)
     assert cause.known == "scale"
-    origins = Upstream(explainer.alignment, explainer.one, explainer.right, explainer.independent).find(cause)
+    origins = Upstream(explainer).find(cause)
     return [(each.kind, each.line.expression) for each in origins]
 
 
