@@ -49,7 +49,7 @@ def golden(
         cases = selection.load()
         from moeverify.report.files import check_writable
         from moeverify.report.goldens import is_stale, render_goldens, render_plans
-        from moeverify.report.progress import open_progress
+        from moeverify.report.progress import open_progress, show_work
         from moeverify.verification.controller.golden import plan_goldens, record_goldens
         from moeverify.verification.controller.options import RunOptions
 
@@ -63,9 +63,11 @@ def golden(
             sketch="always" if sketch else "never",
         )
         if plan:
-            render_plans(plan_goldens(cases, options), context.out)
+            with show_work(context.err, "measuring this device", quiet=quiet):
+                plans = plan_goldens(cases, options)
+            render_plans(plans, context.out)
             raise typer.Exit
-        with open_progress(context.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet, noun="golden") as progress:
             rows = record_goldens(cases, options, progress.on_event, check=check)
         render_goldens(rows, context.out)
         raise typer.Exit(1 if check and is_stale(rows) else 0)

@@ -16,8 +16,10 @@ from rich.text import Text
 
 from moeverify.report.console import choose_box, print_lines, print_table
 from moeverify.report.numbers import format_seconds
+from moeverify.report.progress import BETWEEN, Remaining, describe_left
 from moeverify.report.sanitize import clean
 from moeverify.results.probe import ProbeEvent, ProbeRow
+from moeverify.results.run import Event
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _NUM_RECENT = 8
@@ -26,8 +28,9 @@ _NUM_RECENT = 8
 class ProbeProgress(AbstractContextManager["ProbeProgress"]):
     """Progress display that shows each probe's result as soon as it is known.
 
-    A log gets one line per result. A terminal shows the latest results above the running probes and their
-    elapsed times. The view disappears at the end, when the full table is printed.
+    A log gets one line per result, and at times the time that is left. A terminal shows the latest results above
+    the running probes, their elapsed times and the time that is left. The view disappears at the end, when the
+    full table is printed.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
         self._num_done = num_done
         self._num_total = num_total
         self._clock = clock
+        self._told = clock()
+        self._remaining = Remaining({}, self._told)
         self._running: dict[str, float] = {}
         self._recent: deque[Text] = deque(maxlen=_NUM_RECENT)
         self._stack = ExitStack()
@@ -64,20 +69,30 @@ class ProbeProgress(AbstractContextManager["ProbeProgress"]):
             return
         self._running.pop(event.name, None)
         self._num_done += 1
-        row = event.row
+        row, now = event.row, self._clock()
+        end = Event(kind="case-end", case=row.name, num_done=self._num_done, num_total=self._num_total)
+        self._remaining.on_event(end, now)
         status = Text(f"{row.status:<4}", style=_STYLES[row.status])
         count = f"[{self._num_done}/{self._num_total}]"
         line = Text.assemble(f"{count} ", status, f" {clean(row.name)}: {clean(row.value)}")
         if self._is_live:
             self._recent.append(line)
-        else:
-            print_lines(self._console, line)
+            return
+        print_lines(self._console, line)
+        left = self._remaining.estimate(now)
+        if left is not None and now - self._told >= BETWEEN:
+            self._told = now
+            print_lines(self._console, Text(describe_left(left)))
 
     def render(self) -> RenderableType:
         """Return the current terminal view, each line cut to the width of the terminal."""
         now = self._clock()
         running = [f"{clean(name)} {format_seconds(now - since)}" for name, since in self._running.items()]
-        lines = [*self._recent, Text(f"probing {', '.join(running)}" if running else "starting ranks")]
+        state = Text(f"probing {', '.join(running)}" if running else "starting ranks")
+        left = self._remaining.estimate(now)
+        if left is not None:
+            state.append(f", {describe_left(left)}")
+        lines = [*self._recent, state]
         cut = [line.copy() for line in lines]
         for line in cut:
             line.truncate(max(self._console.width - 1, 1), overflow="ellipsis")

@@ -26,8 +26,10 @@ from moeverify.results.run import CaseResult, Event
 _NUM_RECENT = 8
 _BAR_WIDTH = 30
 _NUM_NAMES = 3
+BETWEEN = 10.0
+"""Seconds between two estimates in a log."""
+
 _SILENT = 2.0  # seconds of work without a line in a log
-_BETWEEN = 10.0  # seconds between estimates in a log
 _VERDICT = 9  # width of the verdict column
 
 
@@ -95,11 +97,11 @@ class Remaining:
         """Note the start or the end of a case."""
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
-        if event.kind == "case-end":
+        if event.kind in ("case-end", "golden-end"):
             name = event.case or (event.result.name if event.result is not None else "")
             self._ended[name] = now - self._since
             self._earlier.pop(name, None)
-        if event.kind in ("case-start", "case-end"):
+        if event.kind in ("case-start", "case-end", "golden-end"):
             self._running = event.case if event.kind == "case-start" else ""
             self._since = now
 
@@ -119,7 +121,28 @@ class Remaining:
         return left
 
 
-def _describe_left(seconds: float) -> str:
+class RemainingGoldens:
+    """The goldens of a run that have ended, and the time of the others; each list of goldens counts anew."""
+
+    def __init__(self, now: float) -> None:
+        self._remaining = Remaining({}, now)
+
+    def on_event(self, event: Event, now: float) -> None:
+        """Note the start of a list of goldens, or the end of one."""
+        if event.kind == "golden":
+            self._remaining = Remaining({}, now)
+        elif event.kind == "golden-end":
+            self._remaining.on_event(event, now)
+
+    def describe(self, event: Event, now: float) -> str:
+        """Return the count after a golden has ended, and the time that is left unless it was the last."""
+        left = self._remaining.estimate(now)
+        count = f"{event.num_done} of {format_count(event.num_total, 'golden')}"
+        return count if left is None else f"{count}, {describe_left(left)}"
+
+
+def describe_left(seconds: float) -> str:
+    """Return the words for an estimate of the seconds that are left."""
     # Tenths of a second would suggest a precision that the estimate does not have.
     about = f"{max(1.0, seconds):.0f} s" if seconds < 99.5 else format_seconds(seconds)
     return f"about {about} left"
@@ -138,16 +161,27 @@ class LineProgress(Progress):
         self._clock = clock
         self._told = clock()
         self._remaining = Remaining(durations or {}, self._told)
+        self._goldens = RemainingGoldens(self._told)
 
     def on_event(self, event: Event) -> None:
         """Print one line, and sometimes another one."""
         now = self._clock()
+        self._goldens.on_event(event, now)
+        if event.kind == "golden-end":
+            if event.num_done < event.num_total:
+                self._tell(self._goldens.describe(event, now), now)
+            return
         self._remaining.on_event(event, now)
         self._print(event)
         left = self._remaining.estimate(now) if event.kind == "case-end" else None
-        if left is not None and now - self._told >= _BETWEEN:
+        if left is not None:
+            self._tell(describe_left(left), now)
+
+    def _tell(self, text: str, now: float) -> None:
+        """Print an estimate, unless the last one is recent."""
+        if now - self._told >= BETWEEN:
             self._told = now
-            print_lines(self._console, Text(_describe_left(left)))
+            print_lines(self._console, Text(text))
 
     def _print(self, event: Event) -> None:
         if event.kind in ("up", "lost"):
@@ -179,6 +213,7 @@ class LiveProgress(Progress):
         self._started = clock()
         self._since = self._started
         self._remaining = Remaining(durations or {}, self._started)
+        self._goldens = RemainingGoldens(self._started)
         self._now = "starting"
         self._num_done = 0
         self._num_total = 0
@@ -198,9 +233,14 @@ class LiveProgress(Progress):
 
     def on_event(self, event: Event) -> None:
         """Update the state; the screen refreshes at its own rate."""
+        now = self._clock()
+        self._goldens.on_event(event, now)
+        if event.kind == "golden-end":
+            self._now = self._goldens.describe(event, now)
+            return
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
-        self._remaining.on_event(event, self._clock())
+        self._remaining.on_event(event, now)
         if event.kind == "case-end":
             self._recent.append(event)
             self._failed += event.result is not None and event.result.has_failed
@@ -213,7 +253,7 @@ class LiveProgress(Progress):
         else:
             self._ranks = "" if event.kind == "launch" else self._ranks
             self._now = describe_event(event)
-        self._since = self._clock()
+        self._since = now
 
     def render(self) -> RenderableType:
         """Return the current view."""
@@ -226,7 +266,7 @@ class LiveProgress(Progress):
         count.append(f", {format_seconds(now - self._started)}")
         left = self._remaining.estimate(now)
         if left is not None:
-            count.append(f", {_describe_left(left)}")
+            count.append(f", {describe_left(left)}")
         room = max(1, min(_BAR_WIDTH, width - len(count) - 2))
         bar = ProgressBar(total=max(self._num_total, 1), completed=self._num_done, width=room)
         state = Table.grid(padding=(0, 1))

@@ -177,12 +177,13 @@ class Event(Record):
     """An event during a run, for a progress view; `num_done` of `num_total` cases are finished.
 
     `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
-    need new ones. `golden`: the goldens of `recipes` are available. `case-start` and `case-end` concern
+    need new ones. `golden`: the goldens of `recipes` are made. `golden-end`: the one of the recipe `case` is
+    there, and `num_done` and `num_total` count goldens. `case-start` and `case-end` concern
     `case`; in `bench`, `measured` is its measurement. `work` is other work, which `note` describes; for a
     case, `note` is a further text, such as the steps that are left.
     """
 
-    kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end", "work"]
+    kind: Literal["launch", "up", "lost", "golden", "golden-end", "case-start", "case-end", "work"]
     num_done: int = 0
     num_total: int = 0
     case: str = ""

@@ -34,6 +34,9 @@ LEAST = "5.17.0"
 # Names of the axes of `parallelize` in transformers, which has no context parallelism.
 _SIZES = {"dp_replicate": "dp_replicate_size", "dp_shard": "fsdp_size", "tp": "tp_size"}
 
+_MOST_CHANGED = 0.1  # of a buffer's norm: more than any dtype rounds, less than uninitialized memory
+_MOST_NAMED = 3
+
 
 def make(model_type: str, *, experts: str = "eager", spread: float = 0.1, **config: Any) -> nn.Module:
     """Return a causal language model of a family, with random weights and its attention in plain torch.
@@ -64,7 +67,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
     `arguments` are further fields of transformers' DistributedConfig, such as `ep_size` and
     `ep_implementation`. They override the sizes of the mesh. Collective: all ranks.
 
-    Raises: CaseError when the model is not from transformers, or an argument or axis is not supported.
+    Raises: CaseError when the model is not from transformers, when an argument or axis is not supported, or when
+    loading leaves a buffer uninitialized.
     """
     transformers = import_framework("transformers", least=LEAST)
     from transformers.distributed import DistributedConfig  # type: ignore[attr-defined]  # exported lazily
@@ -89,7 +93,40 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, **arguments: Any) -> nn.Modu
             attn_implementation="eager",
         )
     _align_buffers(model, loaded)
+    _refuse_uninitialized(model, loaded)
     return loaded.train()
+
+
+def find_uninitialized(whole: nn.Module, loaded: nn.Module) -> list[str]:
+    """Return the names of buffers of a loaded model that are far from those of the whole model, or not finite.
+
+    transformers allocates buffers that are not saved by `torch.empty_like`. Its own models then compute them
+    in `_init_weights`. In a model that does not, they are uninitialized memory.
+    """
+    computed = dict(whole.named_buffers())
+    found = []
+    for name, buffer in loaded.named_buffers():
+        value = computed.get(name)
+        if value is None or value.shape != buffer.shape or not value.is_floating_point():
+            continue
+        distance = (buffer.double() - value.double()).norm()
+        if not distance <= _MOST_CHANGED * value.double().norm():
+            found.append(name)
+    return found
+
+
+def _refuse_uninitialized(whole: nn.Module, loaded: nn.Module) -> None:
+    """Raise on all ranks if loading left a buffer uninitialized on any rank. Collective: all ranks."""
+    by_rank: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    # The memory of one rank may have the right values by chance.
+    dist.all_gather_object(by_rank, find_uninitialized(whole, loaded))
+    names = list(dict.fromkeys(name for found in by_rank for name in found))
+    if names:
+        listed = ", ".join(f"`{name}`" for name in names[:_MOST_NAMED])
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        message = f"`from_pretrained` of {type(whole).__name__} leaves buffers uninitialized: {listed}{more}"
+        remedy = "they are not saved: compute them in `_init_weights`, as the models of transformers do"
+        raise CaseError([Problem(message, path="layout.parallelize", remedy=remedy)])
 
 
 @torch.no_grad()

@@ -291,6 +291,15 @@ class GoldenResult(Record):
     goldens: tuple[GoldenSummary | Refusal, ...]
 
 
+class GoldenEnd(Record):
+    """Report that the golden of `recipe` is there, as golden number `num_done` of `num_total` of its job."""
+
+    kind: Literal["golden-end"] = "golden-end"
+    recipe: str
+    num_done: int
+    num_total: int
+
+
 class PlanResult(Record):
     """The predicted costs of goldens in the order of the job."""
 
@@ -336,6 +345,7 @@ class RouteAnswer(Record):
 RankResult = Annotated[
     VerifyResult
     | GoldenResult
+    | GoldenEnd
     | PlanResult
     | BenchResult
     | DebugResult

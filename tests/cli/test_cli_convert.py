@@ -75,6 +75,17 @@ def test_a_bar_is_for_terminals_only() -> None:
         assert ("0.5/2.0 MB" in screen.getvalue()) == is_terminal
 
 
+def test_a_log_says_now_and_then_how_much_is_left() -> None:
+    now = [0.0]
+    for quiet, lines in ((False, ["500.0 MB of 2.0 GB, about 36 s left"]), (True, [])):
+        log = io.StringIO()
+        with open_transfer(Console(file=log, width=100), quiet=quiet, clock=lambda: now[0]) as on_progress:
+            for seconds, done in ((1, 100), (11, 500), (4, 900), (9, 2_000)):
+                now[0] += seconds
+                on_progress("layers.0", done * 1_000_000, 2_000_000_000)
+        assert log.getvalue().splitlines() == lines
+
+
 def test_the_last_line_has_fitting_units() -> None:
     assert describe_transfer(3, 2_500_000_000, 2, 10.0) == "3 tensors, 2.5 GB in 2 files, 10.0 s, 250 MB/s"
     assert describe_transfer(1, 900, 1, 0.0).startswith("1 tensors, 900 bytes in 1 file, 0.0 s, ")

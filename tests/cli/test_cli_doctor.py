@@ -153,5 +153,14 @@ def test_a_terminal_shows_what_runs_and_what_was_found() -> None:
     found, running = Text.from_ansi(out.getvalue()).plain.splitlines()
     assert found.startswith("[3/4] warn gloo: right")
     assert len(found) < 40
-    assert "nccl 3" in running
-    assert "gloo" not in running
+    assert running == "probing nccl 3.0 s, about 3 s left"
+
+
+def test_a_log_says_now_and_then_how_long_the_other_probes_take() -> None:
+    now = [0.0]
+    log = io.StringIO()
+    progress = ProbeProgress(Console(file=log, width=100), 2, 6, clock=lambda: now[0])
+    for name in ("gloo", "nccl", "ranks"):
+        now[0] += 6.0
+        progress.on_event(ProbeEvent(name=name, row=ProbeRow(name=name, value="right", meaning="")))
+    assert [line for line in log.getvalue().splitlines() if "left" in line] == ["about 12 s left"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import Result
 
+from moeverify.report.results_schema import make_results_schema
 from moeverify.tools.placement.marks import mark
 from moeverify.tools.placement.placement import place_in_blocks
 from moeverify.tools.placement.placement_file import format_placement, read_placement
@@ -40,6 +41,8 @@ def test_a_trace_becomes_a_placement(invoke: Invoke, trace: Path, tmp_path: Path
     assert "4 on 1 node, 6 slots each, 8 spare" in done.stdout
     plan = json.loads(results.read_text())
     assert plan["before"]["balancedness"] < 0.7
+    (known,) = (each for each in make_results_schema()["anyOf"] if "num_slots" in each.get("properties", ()))
+    assert set(known["required"]) <= set(plan) <= set(known["properties"])
     assert plan["after"]["balancedness"] > 0.97
     assert f"{plan['after']['balancedness']:.4f}" in done.stdout
     assert all(

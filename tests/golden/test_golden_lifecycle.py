@@ -95,6 +95,9 @@ def test_recording_writes_one_file_a_recipe(life: dict[str, Any]) -> None:
     assert list(goldens) == ORDER
     assert {status for status, _ in read_rows(done.out).values()} == {"recorded"}
     assert done.out.endswith("5 goldens: 5 recorded\n")
+    ended = re.findall(r"^\[(\d)/5\] (\w+) done$", done.out, re.MULTILINE)
+    assert [number for number, _ in ended] == list("12345")
+    assert {name for _, name in ended} == set(NAMES)
 
 
 def test_a_run_says_what_is_wrong_with_each_golden(life: dict[str, Any]) -> None:

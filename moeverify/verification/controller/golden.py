@@ -21,7 +21,16 @@ from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.scratch import scratch_folder
 from moeverify.verification.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.verification.golden.file import write_golden
-from moeverify.verification.jobs import WORKER, GoldenResult, GoldenSummary, PlanJob, PlanResult, Refusal
+from moeverify.verification.jobs import (
+    WORKER,
+    GoldenEnd,
+    GoldenResult,
+    GoldenSummary,
+    PlanJob,
+    PlanResult,
+    Refusal,
+    read_report,
+)
 from moeverify.verification.launch.plan import JobOutcome, LaunchEvent
 
 _MOST_DEEP = 4
@@ -45,6 +54,10 @@ def record_goldens(
             on_event(Event(kind="launch", num_total=total, num_ranks=event.num_ranks))
         elif event.kind == "start":
             on_event(Event(kind="golden", num_total=total, recipes=goldens.recipes))
+        elif event.kind == "report":
+            end = read_report(event.detail)
+            assert isinstance(end, GoldenEnd)
+            on_event(Event(kind="case-end", case=end.recipe, num_done=end.num_done, num_total=total))
 
     task = Task(goldens.job(min(2, total)), lambda outcome: _settle_all(goldens, outcome, check=check))
     with goldens.swept(), scratch_folder() as folder:

@@ -44,6 +44,7 @@ from moeverify.verification.controller.tasks import Task, make_job, read_outcome
 from moeverify.verification.jobs import (
     WORKER,
     CaseJob,
+    GoldenEnd,
     GoldenResult,
     Refusal,
     VerifyJob,
@@ -380,13 +381,21 @@ class CaseRun:
         elif event.kind == "lost":
             self._emit("lost")
         elif event.kind == "report":
-            known = read_report(event.detail)
-            assert isinstance(known, VerifyResult)
-            self._early[event.job] = known
+            self._take_report(event)
         elif event.kind == "start" and event.job == GOLDENS:
             self._emit("golden", recipes=self._goldens.recipes)
         elif event.kind == "start":
             self._emit("case-start", case=event.job)
+
+    def _take_report(self, event: LaunchEvent) -> None:
+        """Keep the early result of a case, or show that a golden has ended."""
+        known = read_report(event.detail)
+        if isinstance(known, GoldenEnd):
+            done, total = known.num_done, known.num_total
+            self._on_event(Event(kind="golden-end", case=known.recipe, num_done=done, num_total=total))
+            return
+        assert isinstance(known, VerifyResult)
+        self._early[event.job] = known
 
     def _emit(
         self, kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"], **rest: Any

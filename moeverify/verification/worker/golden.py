@@ -23,7 +23,14 @@ from moeverify.parallel.regions.observer import INITIAL
 from moeverify.train.target import describe_error, import_path
 from moeverify.verification.golden.store import StoredGolden, is_stored, sweep_unfinished
 from moeverify.verification.golden_run.golden import make_golden
-from moeverify.verification.jobs import GoldenJob, GoldenOrder, GoldenResult, GoldenSummary, Refusal
+from moeverify.verification.jobs import (
+    GoldenEnd,
+    GoldenJob,
+    GoldenOrder,
+    GoldenResult,
+    GoldenSummary,
+    Refusal,
+)
 from moeverify.verification.launch.plan import write_atomically
 from moeverify.verification.launch.runner import RankContext
 from moeverify.verification.launch.single_rank_world import single_rank_world
@@ -37,17 +44,37 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
     if context.rank == 0:
         for cache in {order.folder.parent for order in job.orders}:
             sweep_unfinished(cache)
+    told: set[int] = set()
     for number in range(context.rank, len(job.orders), context.world_size):
         order = job.orders[number]
         with import_path(order.search_path), single_rank_world(context.device):
             folder = find_folder(order.folder, context.device)
             answer = _make_one(order, folder, context.device, context.clock)
-        context.store.set(f"golden {number}", answer.model_dump_json())
+        context.store.set(_key(number), answer.model_dump_json())
+        _report_ends(context, job, told)
     if context.rank != 0:
         return None
-    texts = [context.store.get(f"golden {number}") for number in range(len(job.orders))]
+    texts = []
+    for number in range(len(job.orders)):
+        texts.append(context.store.get(_key(number)))
+        _report_ends(context, job, told)
     found = tuple(_ANSWERS.validate_json(text) for text in texts)
     return GoldenResult(goldens=found, device_class=device_class(context.device))
+
+
+def _key(number: int) -> str:
+    return f"golden {number}"
+
+
+def _report_ends(context: RankContext, job: GoldenJob, told: set[int]) -> None:
+    """Report the goldens that ended on any rank and are not in `told`, and add them. Only rank 0 reports."""
+    if context.rank != 0:
+        return
+    for number, order in enumerate(job.orders):
+        if number not in told and context.store.check([_key(number)]):
+            told.add(number)
+            end = GoldenEnd(recipe=order.recipe.name, num_done=len(told), num_total=len(job.orders))
+            context.report(end.model_dump_json())
 
 
 class _NothingYet:

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from moeverify.cli.schema import make_results_schema
 from moeverify.report.brief import format_brief, list_lines
 from moeverify.report.explanation import number_findings
+from moeverify.report.faults import write_json as write_faults
+from moeverify.report.formats.json import format_json
+from moeverify.report.mutation import write_json as write_mutants
 from moeverify.report.next_steps import Kept
+from moeverify.report.results_schema import make_results_schema
 from moeverify.results.brief import MOST_BYTES
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin, SourceValue
 from moeverify.results.failure import EndKind, RankEnd
@@ -134,3 +137,21 @@ def test_the_schema_describes_the_keys_of_a_run_and_of_the_short_form() -> None:
     assert definitions["CheckResult"]["properties"]["blind"]  # the name in JSON
     bound = run["cases"][1]["findings"][0]["bound"]
     assert bound in definitions["Finding"]["properties"]["bound"]["anyOf"][1]["enum"]
+
+
+def test_the_schema_has_the_files_of_every_command() -> None:
+    schema = make_results_schema()
+    definitions = schema["$defs"]
+    written = json.loads(format_json(make_run(1, 1, 5)))
+    assert set(written) <= set(definitions["RunResult"]["properties"])
+    named = {each["$ref"].rpartition("/")[2] for each in schema["anyOf"] if "$ref" in each}
+    assert {"RunResult", "Bisection", "BenchRun", "CollectiveRun", "Diagnostics", "OperatorTable"} <= named
+    rows = {
+        "FaultRow": json.loads(write_faults([], {}, "x")),
+        "MutantRow": json.loads(write_mutants([], {}, "x")),
+    }
+    for row, content in rows.items():
+        (found,) = (each for each in schema["anyOf"] if set(each.get("properties", ())) == set(content))
+        assert "finding" not in definitions[row]["properties"]
+        assert definitions[row]["additionalProperties"] is False
+        assert row in str(found)

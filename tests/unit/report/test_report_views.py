@@ -240,6 +240,37 @@ def test_a_log_says_now_and_then_how_long_the_rest_takes(print_at: Any, make_cas
     assert lines[2] == "about 12 s left"
 
 
+def test_goldens_of_a_run_have_a_count_and_the_time_that_is_left(print_at: Any, make_case: Any) -> None:
+    now = [0.0]
+    ends = [
+        Event(kind="golden-end", case=f"r{number}", num_done=number, num_total=5) for number in range(1, 6)
+    ]
+
+    def show(console: Console) -> None:
+        progress = LineProgress(console, clock=lambda: now[0])
+        progress.on_event(Event(kind="golden", recipes=("r1",), num_total=90))
+        for end in ends:
+            now[0] += 6.0 if end is not ends[-1] else 20.0
+            progress.on_event(end)
+        progress.on_event(Event(kind="case-end", num_done=1, num_total=90, result=make_case("a")))
+
+    log = print_at(show, terminal=False, width=120).splitlines()
+    assert log[1:3] == ["2 of 5 goldens, about 18 s left", "4 of 5 goldens, about 6 s left"]
+    assert log[3].startswith("[1/90]")
+
+    live = LiveProgress(Console(file=io.StringIO(), width=60), clock=lambda: now[0])
+    live.on_event(Event(kind="golden", recipes=("r1",), num_total=90))
+    now[0] += 6.0
+    for end, text in ((ends[0], "1 of 5 goldens, about 24 s left"), (ends[-1], "5 of 5 goldens  6.0 s")):
+        live.on_event(end)
+        still = Console(file=io.StringIO(), width=60)
+        with still.capture() as capture:
+            still.print(live.render())
+        bar, running = capture.get().splitlines()
+        assert "0 of 90 cases" in bar
+        assert running.startswith(text)
+
+
 @pytest.mark.parametrize("name", ["fsdp2-ep2", "moe-with-fsdp2-of-8-ranks-and-tp-2-ep-4"])
 def test_a_narrow_terminal_shows_both_ends_of_a_name(make_case: Any, name: str) -> None:
     progress = LiveProgress(Console(file=io.StringIO(), width=40))

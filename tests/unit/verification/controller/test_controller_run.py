@@ -20,6 +20,7 @@ from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.reshard import LayoutPair, plan_tasks, run_pairs
 from moeverify.verification.controller.run import run_cases
 from moeverify.verification.jobs import (
+    GoldenEnd,
     GoldenJob,
     GoldenResult,
     GoldenSummary,
@@ -67,6 +68,10 @@ class Ranks:
                 detail = self._early[job.name].model_dump_json()
                 on_event(LaunchEvent(kind="report", job=job.name, detail=detail))
             asked = read_job(job.payload)
+            orders = asked.orders if isinstance(asked, GoldenJob) else ()
+            for number, order in enumerate(orders, 1):
+                end = GoldenEnd(recipe=order.recipe.name, num_done=number, num_total=len(orders))
+                on_event(LaunchEvent(kind="report", job=job.name, detail=end.model_dump_json()))
             default = (
                 GoldenResult(device_class="cpu", goldens=(SUMMARY,) * len(asked.orders))
                 if isinstance(asked, GoldenJob)
@@ -112,12 +117,18 @@ def test_one_job_makes_the_goldens_and_each_case_has_one(run: Any) -> None:
     assert [event.kind for event in events] == [
         "launch",
         "golden",
+        "golden-end",
+        "golden-end",
         "case-start",
         "case-end",
         "case-start",
         "case-end",
     ]
     assert len(events[1].recipes) == 2
+    assert [(event.case, event.num_done, event.num_total) for event in events[2:4]] == [
+        (events[1].recipes[0], 1, 2),
+        (events[1].recipes[1], 2, 2),
+    ]
     assert "is not recorded" in results["ddp"].notes[0]
 
 
