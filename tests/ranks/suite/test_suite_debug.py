@@ -120,7 +120,7 @@ def find_stop_of(case: Case, options: RunOptions) -> tuple[CaseResult, StopPoint
 
 def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, faults: str) -> None:
     # In the middle of training: the counts of the second run must match those of the first.
-    case = make_case("differing", data={"batch": 4}, dp_shard=2, tp=2)
+    case = make_case("differing", model={"num_layers": 2}, data={"batch": 4}, dp_shard=2, tp=2)
     options = RunOptions(
         device="cpu",
         cache_folder=tmp_path,
