@@ -25,13 +25,16 @@ pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
+def rows(known_goldens):
     """Return the row of each fault; for `EXPLAINED` alone the first wrong operation was searched."""
-    cache, found = tmp_path_factory.mktemp("cache"), {}
+    found = {}
     others = tuple(number for number in SELECTION if number != EXPLAINED)
     for numbers, seconds in ((others, 0.0), ((EXPLAINED,), 60.0)):
         options = RunOptions(
-            device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"), explain_seconds=seconds
+            device="cpu",
+            cache_folder=known_goldens,
+            golden_folder=Path("no", "goldens"),
+            explain_seconds=seconds,
         )
         rows = run_faults([FAULTS[number] for number in numbers], options, lambda event: None)
         found |= {row.number: row for row in rows}

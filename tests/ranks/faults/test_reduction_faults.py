@@ -18,19 +18,19 @@ SEARCHED = ("take_largest", "copy_first")
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory):
+def heads(known_goldens):
     """Return the first finding of each fault. The search finds lines: it runs for `SEARCHED` alone."""
     patch = pytest.MonkeyPatch()
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     )
-    cache, found = tmp_path_factory.mktemp("cache"), {}
+    found = {}
     try:
         for is_searched in (True, False):
             names = [name for name in CASES if (name in SEARCHED) == is_searched]
             options = RunOptions(
                 device="cpu",
-                cache_folder=cache,
+                cache_folder=known_goldens,
                 golden_folder=Path("no", "goldens"),
                 require_goldens=False,
                 case_faults={name: f"reduction_programs:{name}" for name in names},
