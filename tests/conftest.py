@@ -215,6 +215,16 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def known_goldens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a cache of full goldens for all workers: computing one takes longer than running a case.
+
+    It is for tests of other things whose recipes are often the same, such as that of `make_case`.
+    """
+    own = tmp_path_factory.getbasetemp()
+    return (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "known-goldens"
+
+
+@pytest.fixture(scope="session")
 def make_project(shared: Path, python: ForkedPython) -> Callable[..., Project]:
     """Return a function that makes a project with these cases in a folder."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 from typer.testing import Result
 
 from moeverify.cli.context import open_context
@@ -18,15 +19,16 @@ from moeverify.verification.golden.file import read_golden
 
 pytestmark = pytest.mark.slow
 
-MOEVERIFY = [sys.executable, "-m", "moeverify"]
 OUR_FAULT = "this is a fault of moeverify itself"
 
 
-def do(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def do(
+    command: str, folder: Path, python: Sequence[str] = (sys.executable,)
+) -> subprocess.CompletedProcess[str]:
     """Run a command line in a shell, with $M as moeverify, and return the result."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    variables = {**os.environ, "M": " ".join(MOEVERIFY), "PYTHONPATH": paths}
+    variables = {**os.environ, "M": " ".join([*python, "-m", "moeverify"]), "PYTHONPATH": paths}
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
@@ -114,7 +116,9 @@ def test_goldens_of_no_sense(content: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_golden_that_never_ends_is_over_its_time_and_the_others_pass(case_file: Path) -> None:
+def test_a_golden_that_never_ends_is_over_its_time_and_the_others_pass(
+    case_file: Path, python: ForkedPython
+) -> None:
     folder = case_file.parent
     (folder / "slow.py").write_text(
         "import time\n\n\n"
@@ -124,7 +128,7 @@ def test_a_golden_that_never_ends_is_over_its_time_and_the_others_pass(case_file
         "recipe: {name: slow, model: {factory: 'slow:build', vocab_size: 32}}\nlayout: {dp_shard: 2}\n"
     )
     os.mkfifo(folder / "pipe.yaml")
-    done = do("$M run . --device cpu --cache cache --timeout 20 --json result.json", folder)
+    done = do("$M run . --device cpu --cache cache --timeout 20 --json result.json", folder, python.command())
     assert done.returncode == 3
     assert "each on one device: tiny, slow)" in done.stdout
     assert "[1/2] pass     fsdp2-2" in done.stdout

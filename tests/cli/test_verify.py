@@ -17,7 +17,13 @@ from moeverify.verification.controller.api import name_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-FAST = {"vocab_size": 96, "layout": {"tp": 2}, "steps": 1, "checks": {"repeat": "never"}}
+FAST = {
+    "vocab_size": 96,
+    "arguments": {"num_layers": 1},
+    "layout": {"tp": 2},
+    "steps": 1,
+    "checks": {"repeat": "never"},
+}
 
 
 @pytest.fixture(autouse=True)

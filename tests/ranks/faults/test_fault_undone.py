@@ -23,7 +23,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(known_goldens):
     patch = pytest.MonkeyPatch()
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -33,7 +33,7 @@ def results(tmp_path_factory):
     cases: list[Case] = [base.model_copy(update={"name": name}) for name in CASES]
     options = RunOptions(
         device="cpu",
-        cache_folder=tmp_path_factory.mktemp("cache"),
+        cache_folder=known_goldens,
         golden_folder=Path("no", "goldens"),
         require_goldens=False,
         explain_seconds=0.0,

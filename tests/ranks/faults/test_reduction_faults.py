@@ -14,33 +14,37 @@ SMALL = {"model": {"num_layers": 2}, "recipe": {"steps": 1}}
 DENSE = make_case("dense", preset="tiny-gpt", **SMALL, tp=2, sequence_parallel=True)
 EXPERTS = make_case("experts", **SMALL, dp_replicate=2, data_parallel="ddp", ep=2)
 CASES = {"take_largest": DENSE, "copy_first": DENSE, "count_again": EXPERTS, "cut_tokens": EXPERTS}
+SEARCHED = ("take_largest", "copy_first")
 
 
 @pytest.fixture(scope="module")
-def heads(tmp_path_factory):
-    """Return the first finding of each fault."""
+def heads(known_goldens):
+    """Return the first finding of each fault. The search finds lines: it runs for `SEARCHED` alone."""
     patch = pytest.MonkeyPatch()
     patch.setenv(
         "PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     )
-    cases = [case.model_copy(update={"name": name}) for name, case in CASES.items()]
-    options = RunOptions(
-        device="cpu",
-        cache_folder=tmp_path_factory.mktemp("cache"),
-        golden_folder=Path("no", "goldens"),
-        require_goldens=False,
-        case_faults={name: f"reduction_programs:{name}" for name in CASES},
-    )
+    found = {}
     try:
-        results = run_cases(cases, options, lambda event: None).cases
+        for is_searched in (True, False):
+            names = [name for name in CASES if (name in SEARCHED) == is_searched]
+            options = RunOptions(
+                device="cpu",
+                cache_folder=known_goldens,
+                golden_folder=Path("no", "goldens"),
+                require_goldens=False,
+                case_faults={name: f"reduction_programs:{name}" for name in names},
+                explain_seconds=60.0 if is_searched else 0.0,
+            )
+            cases = [CASES[name].model_copy(update={"name": name}) for name in names]
+            for result in run_cases(cases, options, lambda event: None).cases:
+                found[result.name] = next(each for each in result.findings if not each.follows)
     finally:
         patch.undo()
-    return {
-        result.name: next(finding for finding in result.findings if not finding.follows) for result in results
-    }
+    return found
 
 
-@pytest.mark.parametrize("name", ["take_largest", "copy_first"])
+@pytest.mark.parametrize("name", SEARCHED)
 def test_the_lines_of_a_completion_that_is_no_sum_are_shown(heads, name):
     head = heads[name]
     assert head.check == CheckName.GRADIENT

@@ -30,10 +30,17 @@ class Outcomes:
         }
 
 
-def run_files(files: Sequence[Path], folder: Path, *overrides: str) -> Outcomes:
+def run_files(
+    files: Sequence[Path], folder: Path, *overrides: str, explain_seconds: float = 60.0
+) -> Outcomes:
     """Verify these case files, with goldens and cache in a folder, and return the outcome of each case."""
     cases = load_cases(files, overrides=overrides)
-    options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
+    options = RunOptions(
+        device="cpu",
+        golden_folder=folder / "golden",
+        cache_folder=folder / "cache",
+        explain_seconds=explain_seconds,
+    )
     result = run_cases(cases, options, _ignore)
     assert result is not None
     return Outcomes({case.name: case for case in result.cases}, result.launches)

@@ -6,10 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers", minversion="5.23")
-pytest.importorskip("accelerate")
-
 from foreign_cases import EXAMPLES, run_files
 
 from moeverify.report.words.run import word_finding
@@ -30,6 +26,8 @@ CASES = {
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the outcomes of `CASES` with the model of the example."""
+    pytest.importorskip("transformers", minversion="5.23")
+    pytest.importorskip("accelerate")
     folder = tmp_path_factory.mktemp("transformers")
     (folder / "recipes").mkdir()
     recipe = EXAMPLES / "stacks" / "transformers" / "recipes" / "qwen3-moe.yaml"

@@ -51,7 +51,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult]:
     files = [folder / f"{step}.yaml" for step in STEPS]
     for step, file in zip(STEPS, files, strict=True):
         file.write_text(CASE.format(step=step))
-    options = RunOptions(device="cpu", golden_folder=folder / "golden", cache_folder=folder / "cache")
+    options = RunOptions(
+        device="cpu",
+        golden_folder=folder / "golden",
+        cache_folder=folder / "cache",
+        explain_seconds=0.0,  # these tests are about the checks
+    )
     result = run_cases(load_cases(files), options, lambda event: None)
     assert result is not None
     return {case.name: case for case in result.cases}

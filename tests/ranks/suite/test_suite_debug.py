@@ -60,11 +60,11 @@ def debug(case: Case, at: StopPoint, options: RunOptions, *asked: str, end: str 
     return console.communicate(timeout=60)[0]
 
 
-def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path) -> None:
+def test_ranks_stop_where_the_first_finding_is_made(known_goldens: Path) -> None:
     fault = load_faults()["A01"]  # gradients of experts become twice as large
     size = fault.case.layout.world_size
     options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
+        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=fault.target
     )
     result = run_cases([fault.case], options, lambda event: None)
     assert result is not None
@@ -95,10 +95,10 @@ def test_ranks_stop_where_the_first_finding_is_made(tmp_path: Path) -> None:
     assert "this int is nothing that the golden has at step 0" in said
 
 
-def test_ranks_stop_inside_the_module_that_is_blamed(tmp_path: Path) -> None:
+def test_ranks_stop_inside_the_module_that_is_blamed(known_goldens: Path) -> None:
     fault = load_faults()["E13"]  # the combine reads other rows, so the dispatcher's output is wrong
     options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=fault.target
+        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=fault.target
     )
     place = BlamedPlace(about="the dispatcher", module="layers.1.moe.dispatcher")
     at = StopPoint(kind="loss", tensor="lm", step=0, about="the loss", place=place)
@@ -118,12 +118,12 @@ def find_stop_of(case: Case, options: RunOptions) -> tuple[CaseResult, StopPoint
     return result.cases[0], at
 
 
-def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, faults: str) -> None:
+def test_ranks_stop_before_the_first_collective_that_differs(known_goldens: Path, faults: str) -> None:
     # In the middle of training: the counts of the second run must match those of the first.
-    case = make_case("differing", data={"batch": 4}, dp_shard=2, tp=2)
+    case = make_case("differing", model={"num_layers": 2}, data={"batch": 4}, dp_shard=2, tp=2)
     options = RunOptions(
         device="cpu",
-        cache_folder=tmp_path,
+        cache_folder=known_goldens,
         golden_folder=Path("no", "goldens"),
         fault=f"{faults}:reduce_late",
     )
@@ -138,10 +138,12 @@ def test_ranks_stop_before_the_first_collective_that_differs(tmp_path: Path, fau
     assert "rank 0: [2]" in said
 
 
-def test_ranks_of_a_run_that_hung_stop_before_they_hang(tmp_path: Path, faults: str) -> None:
-    case = make_case("hung", data={"batch": 4}, dp_shard=2, checks={"timeout": 8.0})
+def test_ranks_of_a_run_that_hung_stop_before_they_hang(
+    tmp_path: Path, known_goldens: Path, faults: str
+) -> None:
+    case = make_case("hung", model={"num_layers": 2}, data={"batch": 4}, dp_shard=2, checks={"timeout": 8.0})
     options = RunOptions(
-        device="cpu", cache_folder=tmp_path, golden_folder=Path("no", "goldens"), fault=f"{faults}:swap"
+        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=f"{faults}:swap"
     )
     result, at = find_stop_of(case, options)
     assert result.verdict == "error"

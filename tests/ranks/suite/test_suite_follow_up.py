@@ -15,12 +15,12 @@ from moeverify.verification.controller.run import run_cases
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_the_second_layout_names_the_axis(tmp_path: Path) -> None:
+def test_the_second_layout_names_the_axis(known_goldens: Path) -> None:
     # Gradients of experts are multiplied by the number of all ranks.
     fault = load_faults()["A01"]
     options = RunOptions(
         device="cpu",
-        cache_folder=tmp_path,
+        cache_folder=known_goldens,
         golden_folder=Path("no", "goldens"),
         fault=fault.target,
         explain_seconds=0.0,  # a formula names the axes

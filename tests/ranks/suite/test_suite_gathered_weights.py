@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -24,13 +25,13 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, CaseResult]:
+def results(tmp_path_factory: pytest.TempPathFactory, known_goldens: Path) -> Mapping[str, CaseResult]:
     """Return the results of the cases, all run in one launch of two ranks."""
     folder = tmp_path_factory.mktemp("gathered")
     options = RunOptions(
         device="cpu",
         golden_folder=folder / "golden",
-        cache_folder=folder / "cache",
+        cache_folder=known_goldens,
         require_goldens=False,
         case_faults={"stale": "moeverify.faults.catalogue.optimizer:n02_stale_compute_weights"},
     )

@@ -205,7 +205,8 @@ def test_an_error_without_a_known_cause_is_flagged_and_not_named(recordings: Rec
 def test_a_run_that_dies_keeps_its_exit_code_its_output_and_its_steps(recordings: Recordings) -> None:
     out = recordings.folder / "dead"
     program = str(PROGRAMS / "train_ep.py")
-    done = watch(out, sys.executable, program, "--die-at", "1", "--steps", "3")
+    python = recordings.python.command()
+    done = watch(out, *python, program, "--die-at", "1", "--steps", "3", python=python)
     assert done.returncode == 1
     assert done.stdout.startswith("step 0 loss ")
     assert "the script died on purpose" in done.stderr

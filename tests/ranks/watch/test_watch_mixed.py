@@ -16,8 +16,6 @@ from forked.python import ForkedPython
 from moeverify.scripts.compare.compare import compare_runs
 from moeverify.scripts.record.read import RecordedRun
 
-pytest.importorskip("transformers")
-
 PROGRAMS, SCRIPT = Path(__file__).parent / "programs", "train_fsdp_moe.py"
 BUGS = ("double", "half")
 NARROW = ("--nudge", "1", "--nudge-dtype", "bfloat16")
@@ -56,6 +54,7 @@ class Recordings:
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory, python: ForkedPython) -> Recordings:
+    pytest.importorskip("transformers")
     return Recordings(tmp_path_factory.mktemp("runs"), python)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -14,12 +15,22 @@ from moeverify.cases.validation.load import load_cases
 loader: Any = import_module("loader")
 run: ModuleType = import_module("run")
 
-PLANTS = loader.load_plants()
-BUGS = [plant for plant in PLANTS if not plant.is_clean]
+
+@pytest.fixture(scope="module")
+def plants() -> Sequence[Any]:
+    """Return all plants. Reading them takes seconds, which workers without these tests save."""
+    found: Sequence[Any] = loader.load_plants()
+    return found
 
 
-def test_each_plant_has_lines_and_a_truth() -> None:
-    for plant in BUGS:
+@pytest.fixture(scope="module")
+def bugs(plants: Sequence[Any]) -> Sequence[Any]:
+    """Return the plants that are no clean cases."""
+    return [plant for plant in plants if not plant.is_clean]
+
+
+def test_each_plant_has_lines_and_a_truth(bugs: Sequence[Any]) -> None:
+    for plant in bugs:
         assert plant.truth.lines, plant.id
         assert plant.truth.says.endswith("."), plant.id
         folder = loader.PLANTS if plant.stack == loader.BUILTIN else loader.STACKS
@@ -28,20 +39,20 @@ def test_each_plant_has_lines_and_a_truth() -> None:
             assert any(plant.id in row.split("plant:")[-1].split() for row in text), (plant.id, line)
 
 
-def test_each_stack_has_clean_cases() -> None:
+def test_each_stack_has_clean_cases(plants: Sequence[Any]) -> None:
     for stack in loader.list_stacks():
-        assert [plant for plant in PLANTS if plant.stack == stack and plant.is_clean]
+        assert [plant for plant in plants if plant.stack == stack and plant.is_clean]
 
 
-def test_about_a_third_is_held_out_by_lot() -> None:
-    for plant in BUGS:
+def test_about_a_third_is_held_out_by_lot(bugs: Sequence[Any]) -> None:
+    for plant in bugs:
         assert plant.held == loader.is_drawn(plant.id), plant.id
-    assert 0.2 < sum(plant.held for plant in BUGS) / len(BUGS) < 0.45
+    assert 0.2 < sum(plant.held for plant in bugs) / len(bugs) < 0.45
 
 
-def test_cases_are_valid(tmp_path: Path) -> None:
-    for precision in sorted({precision for plant in PLANTS for precision in plant.precisions}):
-        chosen = [plant for plant in PLANTS if plant.way != "watch" and precision in plant.precisions]
+def test_cases_are_valid(plants: Sequence[Any], tmp_path: Path) -> None:
+    for precision in sorted({precision for plant in plants for precision in plant.precisions}):
+        chosen = [plant for plant in plants if plant.way != "watch" and precision in plant.precisions]
         run.copy_recipes(chosen, tmp_path)
         files = [run.write_case(plant, tmp_path / "cases" / plant.stack) for plant in chosen]
         cases = load_cases(files, overrides=[f"recipe.precision={precision}"])
