@@ -24,12 +24,12 @@ def suggest(word: str, options: Iterable[str]) -> str:
     return f"choose from {enumerate_names(names)}" if names else ""
 
 
-def enumerate_names(names: Iterable[str], joint: str = ", ") -> str:
+def enumerate_names(names: Iterable[str]) -> str:
     """Return `names` quoted and joined, cut off after 24 names."""
     quoted = [f"`{name}`" for name in names]
     if len(quoted) > MAX_LISTED:
         quoted = [*quoted[:MAX_LISTED], f"and {len(quoted) - MAX_LISTED} more"]
-    return joint.join(quoted)
+    return ", ".join(quoted)
 
 
 def _fold(word: str) -> str:

@@ -17,9 +17,8 @@ def check(*, selection: CaseSelection) -> None:
     """
     with open_context() as context:
         from moeverify.cases.axes.describe import describe_layout
-        from moeverify.cases.describe import describe_recipe
         from moeverify.errors import CaseError
-        from moeverify.report.case_list import CaseLine, render_catalog
+        from moeverify.report.case_list import CaseLine, describe_recipe, render_catalog
         from moeverify.verification.controller.search_path import examine_functions
 
         cases = selection.load()

@@ -1,9 +1,10 @@
 """Routes of token copies to replicas of their experts, computed on the source rank.
 
 A rank with a replica keeps its own copies. Any other rank splits its copies of an expert, in token order,
-into runs of nearly equal length, one for each rank that holds the expert. The solver uses the same rule
-(`moeverify.tools.placement.sharing.split_copies`). The routes are deterministic, so every run and every
-recomputation sends the same copies.
+into runs of nearly equal length, one for each rank that holds the expert. The remainder goes to consecutive
+replicas from a position that depends on source and expert, so the remainders of many sources do not accumulate
+on one rank. The solver assumes even shares (`moeverify.tools.placement.sharing`). The routes are deterministic,
+so every run and every recomputation sends the same copies.
 
 Notation: n ranks of ep, E experts, P slots of all ranks together, M token copies.
 """

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_table
+from moeverify.report.console import new_table, print_table
 from moeverify.report.sanitize import clean
 from moeverify.results.measurement import BenchRun, Measurement
 
@@ -42,9 +42,7 @@ def render_bench(result: BenchRun, console: Console) -> None:
 
 
 def _new_table(console: Console, *headers: str) -> Table:
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     table.add_column(headers[0], overflow="fold")
     for header in headers[1:]:
         table.add_column(header, justify="right", no_wrap=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.cases.schema import MoE, Recipe
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
 
@@ -26,9 +26,7 @@ class CaseLine:
 
 def render_catalog(lines: Sequence[CaseLine], console: Console) -> None:
     """Print the name, number of ranks, layout and recipe of each case, and the total counts."""
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     table.add_column("case", overflow="fold")
     table.add_column("ranks", justify="right", no_wrap=True)
     table.add_column("layout", overflow="fold")
@@ -45,3 +43,26 @@ def render_catalog(lines: Sequence[CaseLine], console: Console) -> None:
         f"at most {format_count(most, 'rank')}",
     ]
     print_lines(console, Text(", ".join(counts)))
+
+
+def describe_recipe(recipe: Recipe) -> str:
+    """Return a one-line description of a recipe.
+
+    Example: `gpt: 4 layers, hidden 1024, dense, adamw, float64, 2 steps of 8x16 tokens`.
+    """
+    steps = f"{recipe.steps} step{'s' if recipe.steps > 1 else ''}"
+    size = f"{recipe.data.batch}x{recipe.data.seq_len}"
+    return f"{_describe_model(recipe)}, {recipe.optimizer.name}, {recipe.precision}, {steps} of {size} tokens"
+
+
+def _describe_model(recipe: Recipe) -> str:
+    model = recipe.model.reference
+    if model is None:
+        return recipe.model.title
+    head = f"{model.preset}: " if model.preset else ""
+    layers = f"{model.num_layers} layer{'s' if model.num_layers > 1 else ''}"
+    return f"{head}{layers}, hidden {model.hidden}, {_describe_experts(model.moe)}"
+
+
+def _describe_experts(moe: MoE | None) -> str:
+    return "dense" if moe is None else f"{moe.num_experts} experts top-{moe.top_k}"

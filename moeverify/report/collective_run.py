@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.colours import RIGHT, WRONG, find_colour, style_rank
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count, format_ranks
 from moeverify.report.sanitize import clean
 from moeverify.report.words.collective_run import describe_collective, describe_padding
@@ -72,9 +71,7 @@ _Row = tuple[Parts, Sequence[int], Sequence[int], Parts, Sequence[float]]
 
 
 def _print_rows(console: Console, run: CollectiveRun, headers: Sequence[str], rows: Sequence[_Row]) -> None:
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     table.add_column("rank", justify="right", no_wrap=True)
     hosts = [clean(values.host) for values in run.values]
     has_hosts = len(set(hosts)) > 1

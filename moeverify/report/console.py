@@ -65,6 +65,15 @@ def choose_box(console: Console) -> box.Box:
 _ASCII_HEAD = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
+def new_table(console: Console) -> Table:
+    """Return an empty table in the style of all reports."""
+    from rich.table import Table
+
+    return Table(
+        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
+    )
+
+
 def style_verdict(verdict: Verdict) -> Text:
     """Return the verdict in its colour; failures are in upper case and so readable without colour."""
     return Text(verdict if verdict in ("pass", "skipped") else verdict.upper(), style=STYLES[verdict])

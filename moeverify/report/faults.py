@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.markdown import make_markdown_table
 from moeverify.report.sanitize import clean
 from moeverify.report.words.cause import describe_cause, describe_where
@@ -23,9 +22,7 @@ _MARKS = {True: "yes", False: "NO"}
 
 def render_faults(rows: Sequence[FaultRow], console: Console) -> None:
     """Print one row per fault, then the rates."""
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     for name in ("fault", "detected", "located", "cause", "line", "step", "loss curve", "and norm"):
         table.add_column(name, no_wrap=True)
     shows_own = any(row.found_in for row in rows)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moeverify.errors import FormatError
-from moeverify.report.console import choose_box, print_table, style_verdict
+from moeverify.report.console import new_table, print_table, style_verdict
 from moeverify.report.finding_rows import name_tensor
 from moeverify.report.formats.json import RUN_FILE, read_run
 from moeverify.report.numbers import excess, format_number
@@ -102,9 +101,7 @@ def render_history(runs: Sequence[KeptRun], console: Console) -> None:
     headers = ("started", "run", "passed", "error / bound", "s")
     widths = [max(map(len, column)) + 2 for column in zip(headers, *rows, strict=True)]
     room = console.width - sum(widths) - len("undecided") - 3
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     for header in headers:
         table.add_column(header, justify="left" if header in ("started", "run") else "right")
     table.add_column("verdict")

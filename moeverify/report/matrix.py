@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import STYLES, choose_box
+from moeverify.report.console import STYLES, new_table
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
 from moeverify.results.run import CaseResult
@@ -65,13 +65,7 @@ def render_matrices(cases: Sequence[CaseResult], console: Console) -> Iterator[T
         cells = [describe_cell(case) for case in matrix.cells.values()]
         widths = [max(len(head), *map(len, cells)) + _GAP for head in heads]
         fits = max(map(len, heads)) + 4 + sum(widths) <= console.width
-        table = Table(
-            box=choose_box(console),
-            pad_edge=False,
-            show_edge=False,
-            header_style="bold",
-            padding=(0, 1, 0, 0),
-        )
+        table = new_table(console)
         table.add_column("saved by", no_wrap=True)
         for number, head in enumerate(heads, start=1):
             table.add_column(head if fits else str(number), no_wrap=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count, format_range
 
 
@@ -80,9 +80,7 @@ def _describe_links(picture: MeshPicture, groups: tuple[tuple[int, ...], ...]) -
 
 def _make_table(picture: MeshPicture, console: Console) -> Table:
     """Return a table with one row per rank; optional columns appear only if some rank has a value."""
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     axes = [*picture.axes, *picture.borrowed]
     kinds = list(dict.fromkeys(name for place in picture.ranks for name in place.holds))
     table.add_column("rank", justify="right", no_wrap=True)

@@ -11,10 +11,9 @@ from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_seconds
 from moeverify.report.progress import BETWEEN, Remaining, describe_left
 from moeverify.report.sanitize import clean
@@ -108,9 +107,7 @@ def render_probes(probes: Sequence[ProbeRow], console: Console, *, missing: Sequ
 
     `missing` names probes without a result because of an interrupt; the last line lists them.
     """
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     table.add_column("probe", no_wrap=True)
     table.add_column("status", no_wrap=True)
     table.add_column("found", overflow="fold", ratio=2)

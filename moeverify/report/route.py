@@ -5,11 +5,10 @@ from __future__ import annotations
 from itertools import groupby
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.colours import RIGHT, WRONG, find_colour, style_rank
-from moeverify.report.console import choose_box, print_lines, print_table
+from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count, format_number
 from moeverify.report.sanitize import clean
 from moeverify.results.route import Choice, RouteReport, RouteResult, TokenRoute
@@ -47,7 +46,7 @@ def _print_title(console: Console, text: str) -> None:
 
 
 def _print_tokens(found: RouteResult, console: Console) -> None:
-    table = _make_table(console)
+    table = new_table(console)
     is_wide = console.width >= _WIDE
     for header in ("rank", "row", "position", "token") if is_wide else ("rank", "row", "pos"):
         table.add_column(header, justify="right", no_wrap=True)
@@ -80,7 +79,7 @@ def _show_choice(choice: Choice) -> Text:
 
 
 def _print_sent(found: RouteResult, console: Console) -> None:
-    table = _make_table(console)
+    table = new_table(console)
     table.add_column("from \\ to", justify="right", no_wrap=True)
     has_hosts = len(set(found.hosts)) > 1
     if has_hosts:
@@ -101,7 +100,7 @@ def _print_computed(found: RouteResult, console: Console) -> None:
     totals = [sum(by_expert.values()) for by_expert in found.computed]
     busy = [total for total in totals if total]
     mean = sum(busy) / len(busy) if busy else 1.0
-    table = _make_table(console)
+    table = new_table(console)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("expert: copies", overflow="fold")
     table.add_column("copies", justify="right", no_wrap=True)
@@ -142,9 +141,3 @@ def _print_verdict(found: RouteResult, console: Console) -> None:
     for is_right, name, text in rows:
         word = Text("pass    " if is_right else "MISMATCH", style=RIGHT if is_right else WRONG)
         print_lines(console, word + Text(f"  {name}  {text}"))
-
-
-def _make_table(console: Console) -> Table:
-    return Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from moeverify.report.console import STYLES, choose_box, print_fact, print_lines, print_table, style_verdict
+from moeverify.report.console import STYLES, new_table, print_fact, print_lines, print_table, style_verdict
 from moeverify.report.failed_ranks import RankGroup, cut_stack, find_problems, group_ranks
 from moeverify.report.finding_rows import describe_finding, name_finding, name_tensor
 from moeverify.report.matrix import render_matrices
@@ -51,9 +51,7 @@ def make_table(cases: Sequence[CaseResult], console: Console) -> Table:
     widths = {header: max(len(header), *(len(row[header]) for row in rows)) for header in _HEADERS}
     headers = _choose_columns(widths, console.width)
     room = console.width - sum(widths[header] + _GAP for header in headers)
-    table = Table(
-        box=choose_box(console), pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
-    )
+    table = new_table(console)
     has_tensor = room >= _MIN_TENSOR_WIDTH and len(headers) == len(_HEADERS)
     for header in headers:
         if header == "s" and has_tensor:

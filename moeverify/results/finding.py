@@ -217,6 +217,36 @@ class Finding(Record):
         return isinstance(self.facts, RecomputedFacts) and self.facts.is_estimate
 
 
+def make_finding(
+    check: str,
+    tensor: str,
+    step: int,
+    ranks: tuple[int, ...],
+    facts: Facts,
+    *,
+    error: float = 1.0,
+    bound: float = 0.0,
+    rank: int | None = None,
+    **fields: Any,
+) -> Finding:
+    """Return a finding of ranks of which the last one, or `rank`, has the largest difference.
+
+    `fields` are other fields of the finding.
+    """
+    worst = ranks[-1] if rank is None else rank
+    return Finding(
+        check=check,
+        tensor=tensor,
+        step=step,
+        rank=worst,
+        ranks=ranks,
+        error=error,
+        bound=bound,
+        facts=facts,
+        **fields,
+    )
+
+
 def find_undecided(checks: Sequence[CheckResult]) -> list[CheckResult]:
     """Return the checks that decide too few of their tensors for a pass."""
     return [check for check in checks if check.decided is not None and not check.decided.is_enough]

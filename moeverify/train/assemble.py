@@ -45,6 +45,7 @@ from moeverify.train.optimizer import build_model_optimizer
 from moeverify.train.parallelize_custom import MESH_AXES, ParallelizedCustomModel, parallelize_custom
 from moeverify.train.program import RunMicroBatches, TrainingProgram, compute_dtype_of, dtype_of
 from moeverify.train.rebalancing import Rebalancing
+from moeverify.train.routers import find_routers
 from moeverify.train.subjects import subject_of
 
 
@@ -67,7 +68,7 @@ def assemble_single(
         model=model,
         shards=parameters(model),
         buffers=buffers(model),
-        routers=subject.find_routers(model),
+        routers=find_routers(model),
         share=share or whole_share(recipe.data),
         device=device,
         custom_step=None if recipe.step is None else CustomStep(recipe.step),
@@ -98,7 +99,7 @@ def assemble_parallel(
         for stage in stages:
             apply_float8(stage, recipe.float8, device, dtype)
         done = parallelize_stages(stages, shapes_of(recipe, layout), layout, meshes, device, fill)
-    routers = [replace(view, positions=done.router_positions) for view in subject.find_routers(done.model)]
+    routers = [replace(view, positions=done.router_positions) for view in find_routers(done.model)]
     return TrainingProgram(
         subject=subject,
         model=done.model,
@@ -163,7 +164,7 @@ def _assemble_custom(recipe: Recipe, layout: Layout, meshes: Meshes, device: tor
         model=done.model,
         shards=shards,
         buffers=buffers(done.model),
-        routers=subject.find_routers(done.model),
+        routers=find_routers(done.model),
         share=share_of(recipe, layout, meshes),
         device=device,
         sums=sums_of(layout, meshes),

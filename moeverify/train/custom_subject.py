@@ -20,7 +20,6 @@ from moeverify.train.gradient_parts import differentiate
 from moeverify.train.initial_weights import load_named
 from moeverify.train.objective import Losses, Normalizers
 from moeverify.train.program import dtype_of
-from moeverify.train.routers import RouterView, find_routers
 from moeverify.train.subject import Run, Vector
 from moeverify.train.target import describe_error, resolve
 from moeverify.train.wide_operators import WideOperators
@@ -69,10 +68,6 @@ class CustomSubject:
             load_named(built, self.model.weights)
         rounded = cast(built.to(device), dtype_of(self.recipe.precision)).train()
         return cast(rounded, dtype)
-
-    def find_routers(self, model: nn.Module) -> list[RouterView]:
-        """Return the reference routers that a user's model contains, if any."""
-        return find_routers(model)
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the synthetic batch."""

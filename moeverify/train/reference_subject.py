@@ -15,7 +15,6 @@ from moeverify.train.data import MicroBatch, Share, make_batch
 from moeverify.train.forward import reference_losses
 from moeverify.train.gradient_parts import ReferenceParts
 from moeverify.train.objective import Losses, Normalizers
-from moeverify.train.routers import RouterView, find_routers
 from moeverify.train.subject import Run
 
 
@@ -33,10 +32,6 @@ class ReferenceSubject:
         model = Transformer(self.model, experts=experts, dtype=dtype, device=device)
         convert(model, self.recipe.float8)
         return model
-
-    def find_routers(self, model: nn.Module) -> list[RouterView]:
-        """Return all routers."""
-        return find_routers(model)
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the synthetic batch."""

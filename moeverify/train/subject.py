@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.train.data import MicroBatch, Share
 from moeverify.train.objective import GroupSums, Losses, Normalizers
-from moeverify.train.routers import RouterView
 
 Vector = dict[str, Tensor]
 """The gradient of one loss: float64 on the CPU, by logical parameter name."""
@@ -83,9 +82,6 @@ class TestedModel(Protocol):
 
         Raises: CaseError when a user's code fails.
         """
-
-    def find_routers(self, model: nn.Module) -> list[RouterView]:
-        """Return the observable routers of the model under any layout, in layer order."""
 
     def make_batch(self, step: int, share: Share, device: torch.device) -> MicroBatch:
         """Return a share of the global batch of a step as the model's input."""

@@ -8,9 +8,8 @@ from moeverify.cases.rule import MODEL_OF_LAYOUT, blame, experts, own_model, rea
 from moeverify.cases.schema import Case, ExpertMatrix, Layout, ReferenceModel
 from moeverify.cases.suggest import enumerate_names
 from moeverify.errors import Problem
-from moeverify.tools.placement.placement import Placement, check_matrix
+from moeverify.tools.placement.placement import STRATEGIES, Placement, check_matrix
 from moeverify.tools.placement.placement_file import FILE_ENDINGS
-from moeverify.tools.placement.strategies import STRATEGIES
 
 FIELD, EXCHANGE, REBALANCE = "layout.placement", "layout.exchange", "layout.rebalance"
 

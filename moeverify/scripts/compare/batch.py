@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.observation import OtherPasses
 from moeverify.results.script import BatchFacts, ScriptCheck
 from moeverify.scripts.record.read import RankRecord, RecordedRun
@@ -112,13 +112,7 @@ def _make_finding(
         repeated=repeated,
     )
     worst = (ranks or repeated or tuple(by_rank))[0]
-    return Finding(
-        check=ScriptCheck.BATCH,
-        tensor=f"input {name}",
-        step=step,
-        rank=worst,
-        ranks=ranks or repeated,
-        error=max(missing.total(), surplus.total()) / wanted.total(),
-        bound=0.0,
-        facts=facts,
+    error = max(missing.total(), surplus.total()) / wanted.total()
+    return make_finding(
+        ScriptCheck.BATCH, f"input {name}", step, ranks or repeated, facts, error=error, rank=worst
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from moeverify.results.checks import Kind
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 from moeverify.train.calls.call import LoopCall
@@ -49,16 +49,8 @@ def _test(rule: CallRule, expected: RecordedRun, actual: RecordedRun, step: int)
             continue
         facts = _break(rule, calls_of(expected.ranks[0], step), calls_of(rank, step))
         if facts is not None:
-            yield Finding(
-                check=ScriptCheck.CALLS,
-                tensor=rule.value,
-                step=step,
-                rank=rank.rank,
-                ranks=tuple(each.rank for each in actual.ranks),
-                error=abs(facts.actual - facts.expected) or 1,
-                bound=0.0,
-                facts=facts,
-            )
+            ranks, error = tuple(each.rank for each in actual.ranks), abs(facts.actual - facts.expected) or 1
+            yield make_finding(ScriptCheck.CALLS, rule.value, step, ranks, facts, error=error, rank=rank.rank)
             return
 
 

@@ -11,7 +11,7 @@ from moeverify.results.script import CopyFacts
 from moeverify.scripts.compare.places import Places
 from moeverify.scripts.record.lines import Values
 from moeverify.scripts.record.read import RankRecord, RecordedRun
-from moeverify.scripts.record.siblings import Parts, find_siblings, make_finding, repeats_siblings
+from moeverify.scripts.record.siblings import Parts, find_siblings, make_copy_finding, repeats_siblings
 
 _Lines = dict[str, Values]
 
@@ -37,13 +37,13 @@ def find_copies(expected: RecordedRun, actual: RecordedRun, places: Places) -> I
     for one, two in pairs_of_ranks:
         names = _find_equal_shards((one, by_rank[one]), (two, by_rank[two]), places)
         if names:
-            yield make_finding(INITIAL, (one, two), CopyFacts(kind="shards", names=names))
+            yield make_copy_finding(INITIAL, (one, two), CopyFacts(kind="shards", names=names))
             return
         mine, theirs = (_make_parts(by_rank[rank]) for rank in (one, two))
         pairs = {} if repeats else find_siblings(mine, theirs, is_apart=False)
         if pairs:
             facts = CopyFacts(kind="siblings", names=tuple(pairs), others=tuple(pairs.values()))
-            yield make_finding(INITIAL, (one, two), facts)
+            yield make_copy_finding(INITIAL, (one, two), facts)
             return
 
 

@@ -10,9 +10,7 @@ from pathlib import Path
 from moeverify.results.finding import Finding
 from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, SumLine, TensorLine
-from moeverify.scripts.record.siblings import Parts, find_siblings, make_finding, repeats_siblings
-
-_TIMES = 2  # sampled steps in a row with equal sums
+from moeverify.scripts.record.siblings import Parts, find_siblings, make_copy_finding, repeats_siblings
 
 
 @dataclass
@@ -40,7 +38,7 @@ class CopyRule:
         found = found or list(self._find_sums(records))
         self._is_done = bool(found)
         step = next(iter(records.values())).step
-        return [make_finding(step, ranks, facts) for ranks, facts in found]
+        return [make_copy_finding(step, ranks, facts) for ranks, facts in found]
 
     def _list_varied(self, rank: int) -> Iterator[tuple[TensorLine, int]]:
         tensors = self.headers[rank].tensors

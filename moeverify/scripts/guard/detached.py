@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.place import UserCall
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.scripts.record.sites import USED
@@ -56,16 +56,6 @@ class DetachedParts:
         step, rank = place
         names = list(found)
         sites = tuple(UserCall(name=USED, site=site) for site in (found[names[0]],) if site)
-        return [
-            Finding(
-                check=ScriptCheck.PARAMETERS,
-                tensor=names[0],
-                step=step,
-                rank=rank,
-                ranks=(rank,),
-                error=float(len(names)),
-                bound=0.0,
-                facts=MemberFacts(which="detached", others=tuple(names[1:])),
-                sites=sites,
-            )
-        ]
+        facts, error = MemberFacts(which="detached", others=tuple(names[1:])), float(len(names))
+        check = ScriptCheck.PARAMETERS
+        return [make_finding(check, names[0], step, (rank,), facts, error=error, sites=sites)]

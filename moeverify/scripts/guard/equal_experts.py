@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import AlikeFacts, GuardCheck
 from moeverify.scripts.guard.replicas import is_expert
 from moeverify.scripts.guard.samples import measure_samples
@@ -37,15 +37,12 @@ def find_equal_experts(shards: Sequence[LocalShard], rank: int) -> list[Finding]
         if num_alike > 1:
             alike.setdefault((num_alike, len(members)), []).append(name)
     return [
-        Finding(
-            check=GuardCheck.EXPERTS,
-            tensor=names[0],
-            step=-1,
-            rank=rank,
-            ranks=(rank,),
-            error=1.0,
-            bound=0.0,
-            facts=AlikeFacts(names=tuple(names), num_alike=number, num_experts=count),
+        make_finding(
+            GuardCheck.EXPERTS,
+            names[0],
+            -1,
+            (rank,),
+            AlikeFacts(names=tuple(names), num_alike=number, num_experts=count),
         )
         for (number, count), names in alike.items()
     ]

@@ -9,7 +9,7 @@ from typing import Literal
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
 from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
@@ -156,15 +156,14 @@ class Judge:
         # A module is closer to the cause than a loss. Among modules the first in execution order counts.
         first = min(bad.values(), key=lambda each: (each.what != "output", each.order))
         ranks = tuple(rank for rank, each in bad.items() if each == first)
-        yield Finding(
-            check=GuardCheck.FINITE,
-            tensor=first.module or "loss",
-            step=records[ranks[0]].step,
-            rank=ranks[0],
-            ranks=ranks,
+        yield make_finding(
+            GuardCheck.FINITE,
+            first.module or "loss",
+            records[ranks[0]].step,
+            ranks,
+            NonfiniteFacts(what=first.what, module=first.module),
             error=float("inf"),
-            bound=0.0,
-            facts=NonfiniteFacts(what=first.what, module=first.module),
+            rank=ranks[0],
         )
 
     def _find_collectives(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
@@ -190,16 +189,14 @@ class Judge:
             found = locate(stream, counts, entries)
             self._done.add("collectives")
             axis = stream.axis or "unnamed"
-            yield Finding(
-                check=GuardCheck.COLLECTIVES,
-                tensor=f"{axis} group ({','.join(map(str, stream.ranks))})",
-                step=next(iter(records.values())).step,
+            yield make_finding(
+                GuardCheck.COLLECTIVES,
+                f"{axis} group ({','.join(map(str, stream.ranks))})",
+                next(iter(records.values())).step,
+                stream.ranks,
+                found.describe(axis),
                 rank=found.find_odd(),
-                ranks=stream.ranks,
-                error=1.0,
-                bound=0.0,
                 code=Cause.COLLECTIVES,
-                facts=found.describe(axis),
             )
             return
 
@@ -207,16 +204,8 @@ class Judge:
 def _make_member_finding(
     step: int, ranks: tuple[int, ...], names: Sequence[str], which: Literal["missing", "replaced", "idle"]
 ) -> Finding:
-    return Finding(
-        check=ScriptCheck.PARAMETERS,
-        tensor=names[0],
-        step=step,
-        rank=ranks[0],
-        ranks=ranks,
-        error=float(len(names)),
-        bound=0.0,
-        facts=MemberFacts(which=which, others=tuple(names[1:])),
-    )
+    facts, error = MemberFacts(which=which, others=tuple(names[1:])), float(len(names))
+    return make_finding(ScriptCheck.PARAMETERS, names[0], step, ranks, facts, error=error, rank=ranks[0])
 
 
 def _has_backward(record: StepRecord) -> bool:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import GuardCheck, OwnNormFacts
 from moeverify.results.script import NormFacts
-from moeverify.scripts.guard.lines import ClipLine, StepRecord
+from moeverify.scripts.guard.lines import StepRecord
 from moeverify.scripts.guard.replicas import ReplicaSet, is_expert
 from moeverify.scripts.record.norm_parts import NormParts, choose_error, find_shared_ratio
 
@@ -95,8 +95,8 @@ class NormRule:
                     or not parts.norm
                 ):
                     continue
-                if abs(claimed / parts.norm - 1.0) > self._bound(clip):
-                    if self._is_of_replicas(squares, rank, claimed, self._bound(clip)):
+                if abs(claimed / parts.norm - 1.0) > self._bound():
+                    if self._is_of_replicas(squares, rank, claimed, self._bound()):
                         return None
                     error = choose_error(parts.list_errors(self.num_ranks), claimed / parts.norm)
                     return _make_finding(records[rank], "norm", error, parts.norm, claimed)
@@ -202,7 +202,7 @@ class NormRule:
             total += found[0] if found else 0.0
         return total > 0.0 and abs(claimed / math.sqrt(total) - 1.0) <= bound
 
-    def _bound(self, clip: ClipLine) -> float:
+    def _bound(self) -> float:
         """Return the tolerated relative difference of two computations of a norm, by the gradients' dtypes.
 
         The clip rounds each tensor's norm to the gradients' dtype, and the sum of squares over each mesh.
@@ -236,15 +236,14 @@ def _spread(values: Iterable[float]) -> float:
 def _make_finding(
     record: StepRecord, source: str, error: NormFacts, expected: float, actual: float
 ) -> Finding:
-    return Finding(
-        check=GuardCheck.NORM,
-        tensor="total",
-        step=record.step,
-        rank=record.rank,
-        ranks=(record.rank,),
+    return make_finding(
+        GuardCheck.NORM,
+        "total",
+        record.step,
+        (record.rank,),
+        OwnNormFacts.model_validate({"source": source, "error": error}),
         error=abs(actual / expected - 1.0) if expected else math.inf,
         bound=_SAME,
         expected=expected,
         actual=actual,
-        facts=OwnNormFacts.model_validate({"source": source, "error": error}),
     )

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.rules import (
@@ -156,15 +156,13 @@ class CallOrder:
         """Return a finding for each rule that was broken often enough since the last call."""
         broken, self._broken = self._broken, []
         return [
-            Finding(
-                check=ScriptCheck.CALLS,
-                tensor=facts.rule.value,
-                step=step,
-                rank=rank,
-                ranks=(rank,),
+            make_finding(
+                ScriptCheck.CALLS,
+                facts.rule.value,
+                step,
+                (rank,),
+                facts,
                 error=float(max(facts.actual, 1)),
-                bound=0.0,
-                facts=facts,
             )
             for facts in broken
         ]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
 from moeverify.scripts.guard.drift import find_cause
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine, exchange_activations
@@ -303,20 +303,12 @@ def _make_finding(
     assert isinstance(key, tuple)
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
-    return Finding(
-        check=GuardCheck.REPLICAS,
-        tensor=sets[0][0].name,
-        step=step,
-        rank=ranks[-1],
-        ranks=ranks,
-        error=distance,
-        bound=0.0,
-        facts=DriftFacts(
-            names=tuple(replicas.name for replicas, _ in sets),
-            since=since,
-            gradients=gradients,
-            distance=distance,
-            are_experts=are_experts,
-            cause=cause,
-        ),
+    facts = DriftFacts(
+        names=tuple(replicas.name for replicas, _ in sets),
+        since=since,
+        gradients=gradients,
+        distance=distance,
+        are_experts=are_experts,
+        cause=cause,
     )
+    return make_finding(GuardCheck.REPLICAS, sets[0][0].name, step, ranks, facts, error=distance)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import GuardCheck, SameWorkFacts, TokenFacts
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, exchange_activations
 
+_INPUT = "input"
 _TIMES = 2  # sampled steps in a row: a sampler may pad the last batch of an epoch with rows of other ranks
 _SHARE = 0.5  # of a rank's rows: random draws with replacement may coincide
 _FEWEST_PASSES = 4  # with one shift, each with another state of the generators
@@ -54,7 +55,9 @@ class TokenRule:
             one, two = max(tokens, key=lambda pair: shared[pair])
             total = min(rows[one].total(), rows[two].total())
             facts = TokenFacts(num_rows=total, num_shared=shared[one, two], num_steps=_TIMES)
-            findings.append(_make_finding(GuardCheck.TOKENS, step, ranks, facts.num_shared / total, facts))
+            findings.append(
+                make_finding(GuardCheck.TOKENS, _INPUT, step, ranks, facts, error=facts.num_shared / total)
+            )
         if "tokens" not in self._done and (shifted := self._find_shifted(records)):
             self._done.add("tokens")
             findings += shifted
@@ -71,7 +74,7 @@ class TokenRule:
                 (axis for axis, members in header.groups if axis and set(idle[0]) <= set(members)), ""
             )
             work = SameWorkFacts(axis=axis, num_tensors=len(header.tensors), num_steps=_TIMES)
-            findings.append(_make_finding(GuardCheck.SAME_WORK, step, ranks, 1.0, work))
+            findings.append(make_finding(GuardCheck.SAME_WORK, _INPUT, step, ranks, work))
         return findings
 
     def _find_shifted(self, records: Mapping[int, StepRecord]) -> list[Finding]:
@@ -96,7 +99,7 @@ class TokenRule:
             if shift and number >= _FEWEST_PASSES:
                 step = next(iter(records.values())).step
                 facts = TokenFacts(num_rows=number, num_shared=number, num_steps=number, shift=shift)
-                return [_make_finding(GuardCheck.TOKENS, step, (one, two), 1.0, facts)]
+                return [make_finding(GuardCheck.TOKENS, _INPUT, step, (one, two), facts)]
         return []
 
     def _reduce_the_same(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> bool:
@@ -123,18 +126,3 @@ class TokenRule:
     def _find_largest(self, pair: tuple[int, int], records: Mapping[int, StepRecord]) -> int:
         groups = records[pair[0]].groups
         return max((group.largest for group in groups if set(pair) <= set(group.ranks)), default=0)
-
-
-def _make_finding(
-    check: GuardCheck, step: int, ranks: tuple[int, ...], error: float, facts: TokenFacts | SameWorkFacts
-) -> Finding:
-    return Finding(
-        check=check,
-        tensor="input",
-        step=step,
-        rank=ranks[-1],
-        ranks=ranks,
-        error=error,
-        bound=0.0,
-        facts=facts,
-    )

@@ -18,7 +18,6 @@ from moeverify.errors import FormatError
 from moeverify.input_file import open_input
 from moeverify.json_file import name_path, read_lines, read_problem
 from moeverify.parallel.regions.observer import INITIAL
-from moeverify.parallel.regions.region import Region
 from moeverify.report.numbers import format_range
 from moeverify.scripts.record.lines import (
     LINES,
@@ -325,10 +324,3 @@ def _map(path: Path) -> mmap.mmap | None:
     with open_input(path) as file:
         # Copy-on-write pages: torch warns about read-only memory.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def read_region(run: RecordedRun, key: Key, region: Region) -> Tensor | None:
-    """Return a region of a logical tensor of a run, or None if the tensor is unknown or has another shape."""
-    step, kind, name = key
-    whole = run.read_whole(kind, name, step)
-    return None if whole is None or tuple(whole.shape) != region.shape else region.take(whole)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from moeverify.results.finding import Finding
+from moeverify.results.finding import Finding, make_finding
 from moeverify.results.script import CopyFacts, ScriptCheck
 
 Parts = Mapping[str, tuple[tuple[int, ...], int]]
@@ -42,18 +42,9 @@ def repeats_siblings(parts: Parts) -> bool:
     return len(set(keys)) < len(keys)
 
 
-def make_finding(step: int, ranks: tuple[int, ...], facts: CopyFacts) -> Finding:
+def make_copy_finding(step: int, ranks: tuple[int, ...], facts: CopyFacts) -> Finding:
     """Return the finding that ranks hold copies instead of different parts."""
-    return Finding(
-        check=ScriptCheck.COPIES,
-        tensor=facts.names[0],
-        step=step,
-        rank=ranks[-1],
-        ranks=ranks,
-        error=1.0,
-        bound=0.0,
-        facts=facts,
-    )
+    return make_finding(ScriptCheck.COPIES, facts.names[0], step, ranks, facts)
 
 
 def _skeleton(name: str) -> str:

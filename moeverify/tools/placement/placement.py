@@ -6,7 +6,7 @@ Notation: L MoE layers, E experts, R ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moeverify.errors import CaseError, Problem
@@ -184,3 +184,29 @@ def _list(numbers: Sequence[int]) -> str:
     shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
     more = len(numbers) - _MOST_LISTED
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def place_striped(num_experts: int, num_ranks: int, layers: Sequence[int]) -> Placement:
+    """Return the placement of expert e on rank e mod R.
+
+    With more ranks than experts, rank r holds expert r mod E.
+    """
+    count = max(num_experts, num_ranks)
+    matrix = tuple(
+        tuple(index % num_experts for index in range(rank, count, num_ranks)) for rank in range(num_ranks)
+    )
+    return Placement(num_experts, (matrix,) * len(layers), tuple(layers))
+
+
+def place_everywhere(num_experts: int, num_ranks: int, layers: Sequence[int]) -> Placement:
+    """Return the placement of every expert on every rank, so that no token leaves its rank."""
+    matrix = (tuple(range(num_experts)),) * num_ranks
+    return Placement(num_experts, (matrix,) * len(layers), tuple(layers))
+
+
+STRATEGIES: Mapping[str, Callable[[int, int, Sequence[int]], Placement]] = {
+    "blocks": place_in_blocks,
+    "striped": place_striped,
+    "everywhere": place_everywhere,
+}
+"""By the name in `layout.placement`: functions of (num_experts, num_ranks, indices of MoE layers)."""

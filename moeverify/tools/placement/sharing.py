@@ -42,24 +42,6 @@ def find_nearest(marks: BoolArray, cluster: Cluster) -> BoolArray:
     return np.where(has_own, on_rank, np.where(has_near, on_node, held))
 
 
-def split_copies(copies: IntArray, marks: BoolArray, source: int, cluster: Cluster) -> IntArray:
-    """Return the number of a source's token copies for each rank: int64 (E, R), with row sums `copies`.
-
-    The remainder goes to consecutive replicas, starting at a position that depends on source and expert.
-    The remainders of many sources therefore do not accumulate on one rank. The copies of an expert, in
-    token order, are split into runs in rank order.
-
-    Shapes: copies (E) of one source; marks (E, R).
-    """
-    nearest = find_nearest(marks, cluster)[:, source]
-    number = nearest.sum(-1)
-    # The position of each replica among the nearest ones, relative to the start position.
-    place = np.cumsum(nearest, axis=-1) - 1
-    turn = (place - (source + np.arange(len(copies)))[:, None]) % number[:, None]
-    share = copies[:, None] // number[:, None] + (turn < (copies % number)[:, None])
-    return np.where(nearest, share, 0).astype(np.int64)
-
-
 def share_load(marks: BoolArray, tokens: FloatArray, cluster: Cluster) -> FloatArray:
     """Return the load of each expert on each rank, in token copies (..., E, R), as even shares.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from moeverify.errors import FormatError
@@ -18,10 +17,10 @@ from moeverify.tools.weights.source import WeightSource
 from moeverify.tools.weights.tensor_mapping import MappedTensor, TensorMapping
 
 
-def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None = None) -> LoadedWeights:
+def load_by_name(model: nn.Module, folder: Path) -> LoadedWeights:
     """Fill the parameters and persistent buffers of a model with the stored tensors of the same name.
 
-    Values are rounded to `rounded_to` first, if given. A tied parameter is read under any of its names.
+    A tied parameter is read under any of its names.
     Integer buffers keep their values. Returns the number of tensors and bytes read.
 
     Raises: FormatError with the file and every tensor that is missing, unexpected or of another shape.
@@ -39,7 +38,7 @@ def load_by_name(model: nn.Module, folder: Path, rounded_to: torch.dtype | None 
         for name in shapes
         if named.get(other, other) is named.get(name)
     ]
-    return fill_shards(shards, _open(folder, shapes, left_out, tied), folder, rounded_to)
+    return fill_shards(shards, _open(folder, shapes, left_out, tied), folder, None)
 
 
 def _is_filled(shard: LocalShard) -> bool:

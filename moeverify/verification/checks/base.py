@@ -120,6 +120,36 @@ class ComparedTensors:
         """Return the coordinates of a rank on every mesh axis."""
         return dict(self.coordinates.get(rank, {}))
 
+    def make_finding(
+        self,
+        check: CheckName,
+        key: Key,
+        ranks: Sequence[int],
+        *,
+        error: float,
+        bound: float = 0.0,
+        rank: int | None = None,
+        **fields: Any,
+    ) -> Finding:
+        """Return a finding about the tensor of a key, with the coordinates of the rank with the largest error.
+
+        That is `rank`, by default the first of the differing `ranks`. `fields` are other fields of the finding.
+        """
+        step, kind, name = key
+        worst = ranks[0] if rank is None else rank
+        return Finding(
+            check=check,
+            kind=kind,
+            tensor=name,
+            step=step,
+            rank=worst,
+            ranks=tuple(ranks),
+            coordinates=self.place(worst),
+            error=error,
+            bound=bound,
+            **fields,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShownTensors(ComparedTensors):

@@ -103,15 +103,11 @@ def _list_broken(calls: Sequence[LoopCall], num_micro_batches: int) -> list[Call
 
 
 def _make_finding(shown: ShownTensors, step: int, facts: CallFacts, ranks: Sequence[int]) -> Finding:
-    return Finding(
-        check=CheckName.CALLS,
-        tensor=facts.rule.value,
-        step=step,
-        rank=ranks[0],
-        ranks=tuple(ranks),
-        coordinates=shown.place(ranks[0]),
+    return shown.make_finding(
+        CheckName.CALLS,
+        (step, "", facts.rule.value),
+        ranks,
         error=float(max(facts.actual, 1)),
-        bound=0.0,
         facts=facts,
         code=Cause.CALLS,
         place=Place(ranks=tuple(ranks), stage=_STAGES[facts.rule]),

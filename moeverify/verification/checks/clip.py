@@ -299,16 +299,12 @@ def _make_finding(
     row: tuple[int, float, float, float],
     facts: ClipFacts,
 ) -> Finding:
-    step, kind, name = key
     rank, expected, actual, bound = row
-    return Finding(
-        check=CheckName.CLIP,
-        kind=kind,
-        tensor=name,
-        step=step,
+    return shown.make_finding(
+        CheckName.CLIP,
+        key,
+        ranks,
         rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
         error=_relative(expected, actual),
         bound=bound,
         scale=actual / expected if expected > 0.0 and math.isfinite(actual) else None,
@@ -316,7 +312,7 @@ def _make_finding(
         actual=actual,
         code=Cause.NORM,
         facts=facts,
-        place=Place(ranks=ranks, stage=Stage.GRADIENT_NORM if name == TOTAL else Stage.CLIP),
+        place=Place(ranks=ranks, stage=Stage.GRADIENT_NORM if key[2] == TOTAL else Stage.CLIP),
     )
 
 

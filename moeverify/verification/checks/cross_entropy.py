@@ -45,7 +45,6 @@ from moeverify.verification.checks.base import (
 )
 from moeverify.verification.checks.data_source import ExpectedData
 from moeverify.verification.checks.narrower import list_narrower, name_dtype
-from moeverify.verification.compare.assembled import Key
 
 HEAD, LM = "lm_head", "lm"
 
@@ -256,15 +255,11 @@ def _make_finding(shown: ShownTensors, step: int, rows: Sequence[tuple[int, Micr
     ranks = tuple(sorted({each for each, _ in wrong}))
     common = [name for name in row.dtypes if all(name in other.dtypes for _, other in wrong)]
     scale = abs(row.expected) or 1.0
-    key: Key = (step, Kind.TOKEN_LOSS, LM)
-    return Finding(
-        check=CheckName.CROSS_ENTROPY,
-        kind=key[1],
-        tensor=key[2],
-        step=step,
+    return shown.make_finding(
+        CheckName.CROSS_ENTROPY,
+        (step, Kind.TOKEN_LOSS, LM),
+        ranks,
         rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
         error=rate_error(abs(row.actual - row.expected) / scale),
         bound=row.allowed / scale,
         expected=row.expected,

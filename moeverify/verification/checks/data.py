@@ -361,15 +361,12 @@ def _make_finding(shown: ShownTensors, step: int, read: Sequence[MisreadOnRank])
     same = [each for each in ordered if each.misread.batch is head.misread.batch]
     also = {each.misread.batch for each in ordered if each.misread.source == head.misread.source}
     ranks = tuple(sorted({each.rank for each in read}))
-    return Finding(
-        check=CheckName.DATA,
-        tensor=head.misread.batch.value,
-        step=step,
+    return shown.make_finding(
+        CheckName.DATA,
+        (step, "", head.misread.batch.value),
+        ranks,
         rank=head.rank,
-        ranks=ranks,
-        coordinates=shown.place(head.rank),
         error=head.misread.num_wrong / head.misread.num_elements,
-        bound=0.0,
         code=Cause.DATA,
         facts=DataFacts(
             read=tuple(same[:MOST_REPORTED]),

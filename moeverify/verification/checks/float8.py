@@ -414,13 +414,11 @@ def _make_finding(shown: ShownTensors, step: int, module: str, members: _ByLayer
             "num_known": num_known,
         }
     )
-    return Finding(
-        check=CheckName.FLOAT8,
-        tensor=module or WHOLE,
-        step=step,
+    return shown.make_finding(
+        CheckName.FLOAT8,
+        (step, "", module or WHOLE),
+        ranks,
         rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
         error=_measure(facts),
         bound=_find_bound(facts),
         code=_CODES.get(facts.source, Cause.PRECISION),

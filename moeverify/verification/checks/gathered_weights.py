@@ -439,15 +439,12 @@ def _make_finding(
     rank, first = min(by_rank.items())
     sources = _find_sources(members)
     code = Cause.STALE if first.is_stale else Cause.PERMUTATION if sources else ""
-    return Finding(
-        check=CheckName.GATHERED_WEIGHTS,
-        tensor=module or WHOLE,
-        step=first.step,
+    return shown.make_finding(
+        CheckName.GATHERED_WEIGHTS,
+        (first.step, "", module or WHOLE),
+        ranks,
         rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
         error=first.num_wrong / first.num_compared,
-        bound=0.0,
         index=first.index,
         expected=first.expected,
         actual=first.actual,

@@ -154,7 +154,6 @@ def _describe_sketches(measured: Sequence[tuple[Assembled, float, float]]) -> By
 def _make_finding(
     shown: ComparedTensors, check: CheckName, tensor: Assembled, error: float, bound: float
 ) -> Finding:
-    step, kind, name = tensor.key
     rank, entry = tensor.worst_shard()
     difference = tensor.difference
     absent = tuple(rank for rank, shard in tensor.shards if shard.state == "absent")
@@ -166,14 +165,11 @@ def _make_finding(
         source=_find_source(shown) if check == CheckName.INITIAL_STATE else None,
         block=tuple((along.start, along.stop) for along in entry.block),
     )
-    return Finding(
-        check=check,
-        kind=kind,
-        tensor=name,
-        step=step,
+    return shown.make_finding(
+        check,
+        tensor.key,
+        tensor.differing_ranks(),
         rank=rank,
-        ranks=tensor.differing_ranks(),
-        coordinates=shown.place(rank),
         error=error,
         bound=bound,
         scale=difference.scale,

@@ -319,21 +319,16 @@ def _list_coefficients(judged: _JudgedSum) -> Iterator[Tensor]:
 
 
 def _make_finding(shown: ShownTensors, key: Key, judged: _JudgedSum, at: int, scale: float) -> Finding:
-    step, kind, name = key
-    rank = int(judged.ranks[at])
     ranks = tuple(sorted({int(each) for each in judged.ranks[judged.ratio > 1.0]}))
     facts = _read(judged)
     code = Cause.MISSING_REDUCTION if facts.is_own else Cause.BACKWARD
     if facts.factors:
         code = Cause.SCALE if facts.factor is not None else Cause.SHARE_WEIGHTS
-    return Finding(
-        check=CheckName.GRADIENT_SUM,
-        kind=kind,
-        tensor=name,
-        step=step,
-        rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
+    return shown.make_finding(
+        CheckName.GRADIENT_SUM,
+        key,
+        ranks,
+        rank=int(judged.ranks[at]),
         error=rate_error(float((judged.actual - judged.expected)[at].abs()) / scale),
         bound=float(judged.allowed[at]) / scale,
         scale=facts.factor,
@@ -341,7 +336,7 @@ def _make_finding(shown: ShownTensors, key: Key, judged: _JudgedSum, at: int, sc
         actual=float(judged.actual[at]),
         code=code,
         facts=facts,
-        place=Place(module=name.rpartition(".")[0], ranks=ranks, stage=Stage.BACKWARD),
+        place=Place(module=key[2].rpartition(".")[0], ranks=ranks, stage=Stage.BACKWARD),
     )
 
 

@@ -368,19 +368,9 @@ class ModuleAgreement(Check[ModuleReport]):
 def _make_finding(
     shown: ShownTensors, tensor: str, ranks: tuple[int, ...], rank: int, error: float, bound: float
 ) -> Finding:
-    return place_finding(
-        Finding(
-            check=CheckName.MODULES,
-            kind=CheckName.MODULES,
-            tensor=tensor,
-            step=0,
-            rank=rank,
-            ranks=ranks,
-            coordinates=shown.place(rank),
-            error=rate_error(error),
-            bound=bound,
-        )
-    )
+    key = (0, CheckName.MODULES, tensor)
+    found = shown.make_finding(CheckName.MODULES, key, ranks, rank=rank, error=rate_error(error), bound=bound)
+    return place_finding(found)
 
 
 def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, SumComparison]]:
@@ -390,18 +380,14 @@ def _compare_steps(reports: Sequence[ModuleReport]) -> Iterator[tuple[Key, SumCo
 
 
 def _make_gradient_finding(shown: ShownTensors, key: Key, summed: SumComparison, bound: float) -> Finding:
-    step, kind, name = key
-    return Finding(
-        check=CheckName.MODULES,
-        kind=kind,
-        tensor=name,
-        step=step,
+    return shown.make_finding(
+        CheckName.MODULES,
+        key,
+        summed.ranks,
         rank=summed.rank,
-        ranks=summed.ranks,
-        coordinates=shown.place(summed.rank),
         error=rate_error(summed.error),
         bound=bound,
-        place=Place(module=name.rpartition(".")[0], ranks=summed.ranks, stage=Stage.BACKWARD),
+        place=Place(module=key[2].rpartition(".")[0], ranks=summed.ranks, stage=Stage.BACKWARD),
     )
 
 

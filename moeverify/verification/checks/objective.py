@@ -375,18 +375,14 @@ def _make_finding(
     shown: ShownTensors, key: Key, ranks: tuple[int, ...], values: tuple[float, float, float]
 ) -> Finding:
     """Return the finding of a loss, without a cause. `ranks` is the worst rank, then all wrong ranks."""
-    step, kind, name = key
     rank, *wrong = ranks
     expected, actual, bound = values
-    terms = () if name == TOTAL else (Part(term=name),)
-    return Finding(
-        check=CheckName.OBJECTIVE,
-        kind=kind,
-        tensor=name,
-        step=step,
+    terms = () if key[2] == TOTAL else (Part(term=key[2]),)
+    return shown.make_finding(
+        CheckName.OBJECTIVE,
+        key,
+        wrong,
         rank=rank,
-        ranks=tuple(wrong),
-        coordinates=shown.place(rank),
         error=_relative(expected, actual),
         bound=bound,
         scale=actual / expected if math.isfinite(actual) else None,

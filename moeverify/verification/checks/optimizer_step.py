@@ -358,28 +358,23 @@ def _scale_of(rows: Sequence[RecomputedTensor]) -> float:
 def _make_finding(
     shown: ShownTensors, key: Key, rows: Sequence[tuple[int, RecomputedTensor]], rates: Sequence[float]
 ) -> Finding:
-    step, kind, name = key
     rank, row = max(rows, key=lambda each: _rate(each[1]))
     ranks = tuple(each for each, other in rows if _rate(other) > 1.0)
     scale = _scale_of([other for _, other in rows])
-    error = abs(row.actual - row.expected) / scale
     facts = _add_rate(fit(row), row, rates)
     dtypes = {each.rounded_to for _, each in rows}
     if len(dtypes) == 1 and row.rounded_to:
         is_sure = any(each.is_changed for _, each in rows)
         facts = facts.model_copy(update={"rounded_to": row.rounded_to, "is_rounding_sure": is_sure})
     wrong = [each for _, each in rows if _rate(each) > 1.0]
-    if kind == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
+    if key[1] == Kind.UPDATE and not facts.is_of_rate and not any(each.is_changed for each in wrong):
         facts = facts.model_copy(update={"is_still": True})
-    return Finding(
-        check=CheckName.OPTIMIZER_STEP,
-        kind=kind,
-        tensor=name,
-        step=step,
+    return shown.make_finding(
+        CheckName.OPTIMIZER_STEP,
+        key,
+        ranks,
         rank=rank,
-        ranks=ranks,
-        coordinates=shown.place(rank),
-        error=error if math.isfinite(error) else math.inf,
+        error=rate_error(abs(row.actual - row.expected) / scale),
         bound=row.allowed / scale,
         index=row.index,
         expected=row.expected,

@@ -55,18 +55,8 @@ def find_misplaced(shown: ShownTensors) -> Iterator[Finding]:
             if regions != list_keys(shape, buckets, view.coordinates(rank)["ep"])
         ]
         if wrong:
-            yield Finding(
-                check=CheckName.SHARDING,
-                kind=kind,
-                tensor=name,
-                step=step,
-                rank=wrong[0],
-                ranks=tuple(wrong),
-                coordinates=shown.place(wrong[0]),
-                error=1.0,
-                bound=0.0,
-                facts=ShardingFacts(axis="ep", part="experts", is_misplaced=True),
-            )
+            facts = ShardingFacts(axis="ep", part="experts", is_misplaced=True)
+            yield shown.make_finding(CheckName.SHARDING, (step, kind, name), wrong, error=1.0, facts=facts)
 
 
 def find_current(first: Placement, exchanges: Mapping[int, Placement], step: int) -> Placement:
@@ -107,17 +97,11 @@ def find_elsewhere(shown: ShownTensors) -> Iterator[Finding]:
             if found and group[right] not in found:
                 wrong.setdefault(layer, set()).update(found)
     if wrong:
-        ranks = tuple(sorted(set().union(*wrong.values())))
-        yield Finding(
-            check=CheckName.SHARDING,
-            kind=Kind.INITIAL_WEIGHT,
-            tensor="axis pp",
-            step=INITIAL,
-            rank=ranks[0],
-            ranks=ranks,
-            coordinates=shown.place(ranks[0]),
+        yield shown.make_finding(
+            CheckName.SHARDING,
+            (INITIAL, Kind.INITIAL_WEIGHT, "axis pp"),
+            sorted(set().union(*wrong.values())),
             error=1.0,
-            bound=0.0,
             facts=ShardingFacts(axis="pp", modules=tuple(map(_name, sorted(wrong))), is_elsewhere=True),
         )
 

@@ -247,15 +247,11 @@ def _make_finding(shown: ShownTensors, wrong: _Wrong, module: str, num_known: in
     can_declare = wanted.is_stated and wrong.use is DtypeUse.COMPUTES and wrong.dtype == wanted.kept
     stage = Stage.FORWARD if is_of_module else None
     collectives = how if wrong.use is DtypeUse.REDUCES else ()
-    return Finding(
-        check=CheckName.PRECISION,
-        tensor=module or WHOLE,
-        step=0,
-        rank=ranks[0],
-        ranks=ranks,
-        coordinates=shown.place(ranks[0]),
+    return shown.make_finding(
+        CheckName.PRECISION,
+        (0, "", module or WHOLE),
+        ranks,
         error=len(wrong.members) / num_known,
-        bound=0.0,
         facts=DtypeFacts(
             use=wrong.use,
             module=module,

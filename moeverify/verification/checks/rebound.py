@@ -190,16 +190,12 @@ def _follow_first(findings: Sequence[Finding]) -> list[Finding]:
 def _make_finding(shown: ShownTensors, found: dict[int, BoundAnew]) -> Finding:
     rank = max(found, key=lambda each: found[each].error)
     first = min(found.values(), key=lambda each: each.step)
-    return Finding(
-        check=CheckName.REBOUND,
-        kind=first.kind,
-        tensor=first.name,
-        step=first.step,
+    return shown.make_finding(
+        CheckName.REBOUND,
+        (first.step, first.kind, first.name),
+        tuple(found),
         rank=rank,
-        ranks=tuple(found),
-        coordinates=shown.place(rank),
         error=found[rank].error,
-        bound=0.0,
         code=Cause.STALE if first.kept_by else Cause.ROUNDING if first.rounded_to else "",
         facts=ReboundFacts(kept_by=first.kept_by, rounded_to=first.rounded_to),
         place=Place(ranks=tuple(found), stage=Stage.OPTIMIZER_STEP if "optimizer" in first.kept_by else None),

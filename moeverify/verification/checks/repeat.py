@@ -66,20 +66,7 @@ def make_findings(check: CheckName, shown: ShownTensors, by_rank: Sequence[Seque
     for rank, keys in enumerate(by_rank):
         for key in keys:
             ranks_of.setdefault(key, []).append(rank)
-    return [
-        Finding(
-            check=check,
-            kind=kind,
-            tensor=name,
-            step=step,
-            rank=ranks[0],
-            ranks=tuple(ranks),
-            coordinates=shown.place(ranks[0]),
-            error=math.inf,
-            bound=0.0,
-        )
-        for (step, kind, name), ranks in ranks_of.items()
-    ]
+    return [shown.make_finding(check, key, ranks, error=math.inf) for key, ranks in ranks_of.items()]
 
 
 class _SecondRun(Watch[list[Key]]):

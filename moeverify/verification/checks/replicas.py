@@ -61,7 +61,6 @@ class Replicas(Check[Any]):
 def _make_finding(
     shown: ComparedTensors, tensor: Assembled, region: str, by_bits: Mapping[int, Sequence[int]]
 ) -> Finding:
-    step, kind, name = tensor.key
     entries = {rank: entry for rank, entry in tensor.shards if entry.region == region}
     groups = sorted(by_bits.values(), key=len, reverse=True)
     odd = max(
@@ -71,16 +70,12 @@ def _make_finding(
     entry = entries[odd]
     ranks = tuple(rank for group in groups for rank in group)
     axes = _find_axes_between(groups, shown.coordinates)
-    return Finding(
-        check=CheckName.REPLICAS,
-        kind=kind,
-        tensor=name,
-        step=step,
+    return shown.make_finding(
+        CheckName.REPLICAS,
+        tensor.key,
+        ranks,
         rank=odd,
-        ranks=ranks,
-        coordinates=shown.place(odd),
         error=entry.difference.relative_error,
-        bound=0.0,
         index=entry.index,
         expected=entry.difference.expected_at,
         actual=entry.difference.actual_at,

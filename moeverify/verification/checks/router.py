@@ -327,14 +327,11 @@ def _list_findings(
         largest = max(rows[each].largest[number] for each in wrong)
         ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
         rounded = next(iter(ways)) if len(ways) == 1 else None
-        yield Finding(
-            check=CheckName.ROUTER,
-            kind=_KINDS[quantity],
-            tensor=name,
-            step=step,
+        yield shown.make_finding(
+            CheckName.ROUTER,
+            (step, _KINDS[quantity], name),
+            wrong,
             rank=rank,
-            ranks=wrong,
-            coordinates=shown.place(rank),
             error=largest,
             bound=0.0 if quantity == "counts" else 1.0,
             # As in a diagnosis of a difference from the golden: weights are computed, a choice is made.

@@ -461,14 +461,11 @@ def _make_finding(shown: ShownTensors, step: int, term: Term, wrong: Sequence[_M
         # The projection of another function on the right one, not a factor that the code applied.
         factors = dict.fromkeys(factors)
     form = worst.form if all(each.form == worst.form for each in wrong) else ""
-    return Finding(
-        check=CheckName.ROUTER_GRADIENT,
-        kind=Kind.GRADIENT,
-        tensor=f"{worst.router}.weight",
-        step=step,
+    return shown.make_finding(
+        CheckName.ROUTER_GRADIENT,
+        (step, Kind.GRADIENT, f"{worst.router}.weight"),
+        ranks,
         rank=worst.rank,
-        ranks=ranks,
-        coordinates=shown.place(worst.rank),
         error=worst.error,
         bound=worst.bound,
         scale=worst.factor,

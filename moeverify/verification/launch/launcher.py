@@ -17,7 +17,6 @@ def run_jobs(
     *,
     entry: str,
     folder: Path,
-    num_ranks: int | None = None,
     device: Device = "cpu",
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
@@ -27,21 +26,15 @@ def run_jobs(
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module name, or a path that ends in `.py`. As the main module, it must call
-    `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs, at most
-    `num_ranks`. All files are written below `folder`, which must not contain another run. `start` starts
-    the agent of each launch; see `AgentServer` for many launches. By default a warm server does, if one
-    serves, and otherwise a new process. `start_limit` raises the limit until the ranks of a launch are up.
-    Units: seconds.
+    `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs. All files are
+    written below `folder`, which must not contain another run. `start` starts the agent of each launch; see
+    `AgentServer` for many launches. By default a warm server does, if one serves, and otherwise a new process.
+    `start_limit` raises the limit until the ranks of a launch are up. Units: seconds.
 
     Closing the iterator ends all ranks, as does an exception such as KeyboardInterrupt while it waits. If
     this process is killed, the kernel kills the ranks.
-
-    Raises: ValueError when a job needs more than `num_ranks` ranks.
     """
     folder = Path(folder).resolve()
-    largest = max((job.num_ranks for job in jobs), default=0)
-    if num_ranks is not None and largest > num_ranks:
-        raise ValueError(f"a job needs {largest} ranks, and a launch may have {num_ranks}")
     watch = on_event if on_event is not None else _ignore
     first = launch = 0
     may_retry = True

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moeverify.cases.axes.describe import describe_layout
-from moeverify.cases.describe import describe_recipe
 from moeverify.cases.schema import Layout
 from moeverify.cases.validation.load import load_cases
+from moeverify.report.case_list import describe_recipe
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_error_text_holds_one_problem_a_line(write):
 def test_loading_imports_no_torch(write):
     file = write("a.yaml", "recipe: {model: {preset: stress}}\n")
     code = (
-        "import sys, pathlib; import moeverify.cases.describe\n"
+        "import sys, pathlib; import moeverify.report.case_list\n"
         "from moeverify.cases.validation.load import load_cases;"
         "load_cases([pathlib.Path(sys.argv[1])]); sys.exit('torch' in sys.modules)"
     )

@@ -18,6 +18,7 @@ from moeverify.train.forward import compute_losses
 from moeverify.train.loop import make_batches
 from moeverify.train.objective import count_valid
 from moeverify.train.program import TrainingProgram
+from moeverify.train.routers import find_routers
 from moeverify.train.subject import GradientParts, Vector
 from moeverify.train.subjects import subject_of
 from moeverify.train.target import import_path
@@ -159,7 +160,7 @@ def test_what_is_known_of_the_inside(kind: str, folder: str) -> None:
     assert subject.count_experts("layers.1.moe.router.weight", (16, 32)) == 0
     with import_path([folder]):
         model = subject.build(CPU, torch.float64)
-    found = [router.name for router in subject.find_routers(model)]
+    found = [router.name for router in find_routers(model)]
     assert found == (["layers.1.moe.router"] if is_reference else [])
     assert (recipe.model.moe is not None, recipe.model.functions == {}) == (is_reference, is_reference)
 

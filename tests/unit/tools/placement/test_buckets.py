@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeverify.tools.placement.buckets import Bucket, list_buckets, order_rows
-from moeverify.tools.placement.placement import Placement
-from moeverify.tools.placement.strategies import STRATEGIES
+from moeverify.tools.placement.placement import STRATEGIES, Placement
 
 
 def test_experts_of_the_same_ranks_are_one_bucket() -> None:

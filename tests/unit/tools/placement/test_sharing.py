@@ -8,7 +8,7 @@ import pytest
 from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.cost import measure_cost
 from moeverify.tools.placement.load_trace import TokenLoad
-from moeverify.tools.placement.sharing import find_nearest, measure_traffic, share_load, split_copies
+from moeverify.tools.placement.sharing import find_nearest, measure_traffic, share_load
 
 CLUSTERS = [Cluster(1), Cluster(4), Cluster(6, 2), Cluster(6, 3), Cluster(8, 4), Cluster(5, 5)]
 
@@ -48,30 +48,6 @@ def test_shares_follow_the_rule(cluster: Cluster, seed: int) -> None:
     nearest = find_nearest(marks, cluster)
     weights = nearest / nearest.sum(-1, keepdims=True)
     np.testing.assert_allclose((weights * tokens[..., None]).sum(1), expected, atol=1e-9)
-
-
-@pytest.mark.parametrize("cluster", CLUSTERS, ids=str)
-def test_whole_copies_go_where_the_shares_say(cluster: Cluster) -> None:
-    random = np.random.default_rng(5)
-    marks = draw_marks(random, 9, cluster)
-    nearest = find_nearest(marks, cluster)
-    for source in range(cluster.num_ranks):
-        copies = random.integers(0, 20, 9)
-        sent = split_copies(copies, marks, source, cluster)
-        assert sent.sum(1).tolist() == copies.tolist()
-        assert not sent[~nearest[:, source]].any()
-        share = copies[:, None] * nearest[:, source] / nearest[:, source].sum(-1, keepdims=True)
-        assert (np.abs(sent - share) < 1).all()
-        assert (sent == split_copies(copies, marks, source, cluster)).all()
-
-
-def test_remainders_of_many_sources_do_not_meet_on_one_rank() -> None:
-    # One copy from each of 30 sources to an expert on ranks 0, 1 and 2 of another node: ten for each.
-    cluster = Cluster(60, 2)
-    marks = np.zeros((1, 60), dtype=bool)
-    marks[0, :3] = True
-    received = sum(split_copies(np.array([1]), marks, source, cluster) for source in range(30, 60))
-    assert received[0, :3].tolist() == [10, 10, 10]
 
 
 def test_what_stays_on_its_rank_is_no_traffic() -> None:

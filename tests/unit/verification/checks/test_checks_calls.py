@@ -15,13 +15,6 @@ from moeverify.verification.checks.calls import RankCalls, judge_calls
 RIGHT = ("zero_grad", "backward", "backward", "clip_grad_norm_", "optimizer step", "scheduler step")
 
 
-class _Place:
-    """The only property that the check needs of a case: a rank's position."""
-
-    def place(self, rank: int) -> dict[str, int]:
-        return {"dp_shard": rank}
-
-
 def make_calls(*names: str, kept: float = 0.0) -> tuple[LoopCall, ...]:
     first = names.index("backward") if "backward" in names else -1
     return tuple(
@@ -38,7 +31,9 @@ def make_calls(*names: str, kept: float = 0.0) -> tuple[LoopCall, ...]:
 
 def judge(*by_rank: dict[int, tuple[LoopCall, ...]], num_micro_batches: int = 2) -> tuple[Finding, ...]:
     reports = [RankCalls(steps, num_micro_batches) for steps in by_rank]
-    return judge_calls(cast(ShownTensors, _Place()), reports).findings
+    coordinates = {rank: {"dp_shard": rank} for rank in range(len(reports))}
+    shown = ShownTensors(coordinates, {}, cast(Any, None), case=cast(Any, None), golden_names={})
+    return judge_calls(shown, reports).findings
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +27,8 @@ FAIR = Operand(0, (LAYER, "input", 0), "float8_e4m3fn", (7.0,), (64.0,))
 def judge(*reports: Float8Report, float8: str = "tensorwise") -> tuple[Finding, ...]:
     """Return the findings as text."""
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
-    shown = cast("ShownTensors", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    coordinates = {rank: {"tp": rank} for rank in range(2)}
+    shown = ShownTensors(coordinates, {}, cast(Any, None), case=case, golden_names={})
     outcome = Float8().judge(shown, reports)
     assert outcome is not None
     return tuple(map(word_finding, outcome.findings))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -54,7 +53,8 @@ def run_layer(float8: str, dtype: torch.dtype, num_tokens: int = 200) -> tuple[F
     report = watch.report()
     assert report.num_products == (2 if float8 == "rowwise_with_gw_hp" else 3)
     case = make_case("x", recipe={"float8": float8, "precision": "bfloat16"}, tp=2)
-    shown = cast("ShownTensors", SimpleNamespace(case=case, place=lambda rank: {"tp": rank}))
+    coordinates = {rank: {"tp": rank} for rank in range(2)}
+    shown = ShownTensors(coordinates, {}, cast(Any, None), case=case, golden_names={})
     outcome = Float8().judge(shown, [report])
     assert outcome is not None
     return tuple(

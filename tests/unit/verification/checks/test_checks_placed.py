@@ -14,6 +14,7 @@ from moeverify.results.load import ExpertLoad
 from moeverify.tools.placement.buckets import list_buckets
 from moeverify.tools.placement.placement import Placement
 from moeverify.tools.placement.policy import Policy, list_solved
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.placed import find_misplaced
 from moeverify.verification.compare.assembled import Assembled
 from moeverify.verification.compare.comparison import ComparedShard
@@ -40,8 +41,8 @@ def show(step: int, kind: str, *rows: tuple[tuple[int, ...], ...]) -> tuple[tupl
 
 
 def list_wrong(case: Any, *tensors: Any, load: Any = None) -> list[tuple[int, tuple[int, ...]]]:
-    shown = SimpleNamespace(case=case, tensors=dict(tensors), place=lambda rank: {}, load=load)
-    return [(finding.step, finding.ranks) for finding in find_misplaced(cast(Any, shown))]
+    shown = ShownTensors({}, dict(tensors), cast(Any, None), case=case, golden_names={}, load=load)
+    return [(finding.step, finding.ranks) for finding in find_misplaced(shown)]
 
 
 def rows_of(matrix: tuple[tuple[int, ...], ...]) -> list[tuple[tuple[int, ...], ...]]:

@@ -11,6 +11,7 @@ import pytest
 from moeverify.cases.validation.load import build_case
 from moeverify.report.words.check import describe_facts
 from moeverify.results.checks import Kind
+from moeverify.verification.checks.base import ShownTensors
 from moeverify.verification.checks.placed import find_elsewhere, list_owners
 from moeverify.verification.compare.assembled import Assembled
 from moeverify.verification.compare.comparison import ComparedShard
@@ -30,8 +31,8 @@ def list_wrong(case: Any, *holders: Sequence[int], step: int = -1) -> list[tuple
         tensor = Assembled((step, Kind.INITIAL_WEIGHT, f"{name}.norm.weight"))
         tensor.shards += [(rank, cast(ComparedShard, SimpleNamespace(region="whole"))) for rank in ranks]
         tensors[tensor.key] = tensor
-    shown = SimpleNamespace(case=case, tensors=tensors, place=lambda rank: {})
-    found = list(find_elsewhere(cast(Any, shown)))
+    shown = ShownTensors({}, tensors, cast(Any, None), case=case, golden_names={})
+    found = list(find_elsewhere(shown))
     assert all("than their pipeline stage" in describe_facts(each.facts, each).cause for each in found)
     return [(each.facts.modules, each.ranks) for each in found]
 
