@@ -193,7 +193,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         right.get("operation") or {},
     ]
     named = [
-        "" if is_seen and culprit["mechanism"] != "total" else here["module"],
+        "" if is_seen and culprit["mechanism"] not in ("total", "unreduced") else here["module"],
         taken.get("label"),
         right.get("label"),
         *(name.partition("/")[2] or name for name in culprit["results"]),

@@ -31,7 +31,7 @@ from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
-from moeverify.explain.regroup import Groups, list_reductions, list_regroupings
+from moeverify.explain.regroup import Groups, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
@@ -98,7 +98,7 @@ class Explainer:
         self._on_place: Callable[[list[OperatorCause]], object] | None = None
         self.landmarks = Landmarks(programs, self.one, step)
         self._addends = Addends(self.joint, one)
-        self._further = Further(self.joint, self.one, step)
+        self._further = Further(self.joint, self.one, step, self.groups)
         self.independent = list_independent(self.joint, self.right, self.wrong)
         self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
 
@@ -361,9 +361,7 @@ class Explainer:
             if found is not None:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
-        reduced = (edit for ops in suspects for edit in list_reductions(alignment, self.groups, ops))
-        unscaled = list_unscaled(alignment, unknown)
-        found = self._try(itertools.chain(unscaled, reduced), target, unknown, state, end)
+        found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
         if found is not None:
             return found
         edits = (

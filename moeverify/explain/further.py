@@ -11,6 +11,7 @@ from moeverify.explain.edits import Edit, list_edits, list_numbers, list_removal
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import list_numbers as list_numbers_of
+from moeverify.explain.regroup import Groups, list_reductions
 
 _MOST_MADE = 3
 """Most suspects whose operands are suspected too."""
@@ -24,10 +25,13 @@ _LARGEST = 1e6
 
 
 class Further:
-    """Lists edits of operators that suspects depend on. `step` is the explained one."""
+    """Lists edits of operators that suspects depend on. `step` is the explained one.
 
-    def __init__(self, joint: Joint, one: OneDevice, step: int) -> None:
-        self._joint, self._one, self._step = joint, one, step
+    `groups` are the rank groups of each mesh axis.
+    """
+
+    def __init__(self, joint: Joint, one: OneDevice, step: int, groups: Groups) -> None:
+        self._joint, self._one, self._step, self._groups = joint, one, step, groups
 
     def list_edits(
         self,
@@ -37,6 +41,8 @@ class Further:
         suspects: Sequence[tuple[At, ...]],
     ) -> Iterator[Edit]:
         """Yield edits whose own results cannot be compared with the single device; later results decide."""
+        for ops in suspects:
+            yield from list_reductions(alignment, self._groups, ops)
         for ops in suspects:
             yield from list_removals(alignment, ops)
         for group in self._list_makers(alignment, suspects):

@@ -104,7 +104,10 @@ def _reduce(
     groups: Sequence[Sequence[int]],
     reduce: Callable[[Tensor], Tensor],
 ) -> dict[At, Tensor]:
-    """Return values reduced over the ranks of their groups; empty if a rank has none, or if all ranks' are equal."""
+    """Return values reduced over the ranks of their groups; empty if a rank has none, or if all of a group are equal.
+
+    The sum of equal values is a multiple of one, and no reduction is missing.
+    """
     at_place = {(alignment.occurrence(at), at[0]): alignment.data(at) for at in values}
     found: dict[At, Tensor] = {}
     is_same = True
@@ -116,7 +119,7 @@ def _reduce(
         if own is None or not own.is_floating_point() or not ranks or len(kept) < len(ranks):
             return {}
         found[at] = reduce(torch.stack(kept))
-        is_same &= torch.equal(found[at], own)
+        is_same &= all(torch.equal(each, own) for each in kept)
     return {} if is_same else found
 
 

@@ -77,7 +77,8 @@ class Upstream:
         kind = cause.repairs[0].kind if cause.repairs else ""
         if kind == "group":
             return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
-        if kind in ("operand", "whole") and (own := self._branches.find_maker(cause)) is not None:
+        own = self._branches.find_maker(cause) if kind in ("operand", "whole") else None
+        if own is not None and (own.file, own.line) not in named:
             return (make_origin("branch", [own]),)
         lineage = self._list_lineage(cause.targets[0].values.get(cause.ops[0][0]))
         # Lines that differ come first; parts of a wrong sum are right. Else groups, numbers and flags are in doubt.
@@ -107,9 +108,15 @@ class Upstream:
         )
         branches = list(self._list_branches(cause))
         found = self._choose(named, *(() if cause.sums else sources), branches=branches)
+        found = found or self._choose(named, *self._list_fallbacks(cause, lineage, defines=defines))
+        return found or self._choose(named, self._list_callees(cause))
+
+    def _list_fallbacks(
+        self, cause: OperatorCause, lineage: Sequence[At], *, defines: bool
+    ) -> tuple[Iterable[Origin], ...]:
+        """Return the lines to look at if no other line is known."""
         is_met = self._joint.op(cause.ops[0]).meeting is not None
-        found = found or self._choose(
-            named,
+        return (
             self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
             self._list_groups(cause, lineage) if cause.known or is_met else (),
             self._spectrum.list_missing(cause),
@@ -117,7 +124,6 @@ class Upstream:
             self._list_definitions(cause.ops[0], is_last=True),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
-        return found or self._choose(named, self._list_callees(cause))
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
         """Yield the lines that make a wrong first value, run a needless operation, or take shared memory."""

@@ -254,15 +254,15 @@ class Culprit(Record):
         """The line that made a wrong value, if it is the only one before `here` that one device does not execute.
 
         With the right value, the program of the ranks is right. Both sides execute all other lines that make it. A
-        definition of a wrong number passes it on to definitions that both sides execute.
+        wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute.
         """
         is_of_value = self.mechanism in _OF_VALUES and (self.there is None or self._is_made_elsewhere)
         alone = [each for each in self.origins if each.is_of_ranks]
         if not (self.proved and is_of_value) or len(alone) != 1 or alone[0] is not self.origins[0]:
             return None
-        is_number = alone[0].kind == "definition"
-        is_only = self.mechanism in _OF_NUMBERS if is_number else len(self.origins) == 1
-        return alone[0] if is_only else None
+        if self.mechanism in _OF_NUMBERS:
+            return alone[0] if alone[0].kind == "definition" else None
+        return alone[0] if alone[0].kind != "definition" and len(self.origins) == 1 else None
 
     @property
     def _is_made_elsewhere(self) -> bool:

@@ -52,6 +52,10 @@ class Recorded:
     programs: Sequence[Program]
 
 
+Attributed = Sequence[tuple[Culprit, Sequence[tuple[str, str]]]]
+"""Culprits, each with the (kind, tensor) pairs of its wrong results."""
+
+
 @dataclass(frozen=True)
 class Found:
     """Result of the search on rank 0: each culprit with the (kind, tensor) pairs of its wrong results.
@@ -59,16 +63,18 @@ class Found:
     `is_complete`: the culprits are proved and explain all wrong results. `failure` is set if the search
     raised an error. `operators` is the path of the file with the operators of both sides, or empty. `makers`
     has the operation that made each named tensor, where no operation is known to be wrong. `reduced` has the
-    modules that compute parts of sums, which a collective then adds up to right values.
+    modules that compute parts of sums, which a collective then adds up to right values. `places` are the culprits
+    that were found before any repair was tried, if the cause was named already.
     """
 
     step: int = -1
-    culprits: Sequence[tuple[Culprit, Sequence[tuple[str, str]]]] = ()
+    culprits: Attributed = ()
     is_complete: bool = False
     failure: DiagnosisFailed | None = None
     operators: str = ""
     makers: Mapping[str, Culprit] = field(default_factory=dict)
     reduced: frozenset[str] = frozenset()
+    places: Attributed = ()
 
 
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
@@ -139,18 +145,18 @@ def find_culprits(
         scales += [1 / each for each in scales]
         explainer = Explainer(recorded.programs, one, step, scales, list_groups(case))
         culprits = Culprits(explainer, list_degrees(case))
+        places: Attributed = ()
         for proves in (False, True) if is_named(found) else (True,):
             causes = explainer.explain(
-                end - time.monotonic(), proves=proves, on_place=lambda places: tell(note(places))
+                end - time.monotonic(), proves=proves, on_place=lambda first: tell(note(first))
             )
-            found = replace(note(causes), reduced=culprits.list_reduced_modules())
+            note(causes)
+            traced = _trace(culprits, causes, found)
+            found = replace(found, culprits=traced, places=places, reduced=culprits.list_reduced_modules())
             if is_named(found):
-                break  # else the place refutes the name
-        traced = [
-            (culprits.trace(culprit, cause), marks)
-            for cause, (culprit, marks) in zip(causes, found.culprits, strict=True)
-        ]
-        found = replace(found, culprits=traced, makers=culprits.make_makers())
+                break  # else the place refutes the name, or an execution may say more
+            places = traced
+        found = replace(found, makers=culprits.make_makers())
         if operators is None:
             return found
         tell(found)
@@ -158,6 +164,12 @@ def find_culprits(
         return replace(found, operators=kept)
     except Exception as error:  # keep the verdict and the earlier results
         return replace(found, failure=describe_failure(error))
+
+
+def _trace(culprits: Culprits, causes: Sequence[OperatorCause], found: Found) -> Attributed:
+    """Return the culprits of causes with the lines from which they may come."""
+    pairs = zip(causes, found.culprits, strict=True)
+    return [(culprits.trace(culprit, cause), marks) for cause, (culprit, marks) in pairs]
 
 
 def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
@@ -169,10 +181,12 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     that replicas differ.
     """
     left = list(findings)
+    if _keeps_name(findings, found):
+        found = replace(found, culprits=found.places, is_complete=False)
     for culprit, marks in reversed(found.culprits):
         left = _leave_out_refuted(left, culprit, found)
         named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
-        is_better = culprit.names_cause and not culprit.is_local and named is not None and _is_measured(named)
+        is_better = culprit.own_line is not None and named is not None and _is_measured(named)
         if named is not None and not is_better and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
             continue
@@ -244,13 +258,25 @@ def _is_of_start(culprit: Culprit) -> bool:
 def is_named(findings: Sequence[Finding], step: int, found: Found) -> bool:
     """Return whether a check or hypothesis names the operation, up to `step`, and nothing found refutes it.
 
-    A measured factor ends no search: many mistakes have it, and an execution shows which one it is.
+    With culprits, a measured factor is no name: many mistakes have it, and an execution may show the line.
     """
+    named = _find_unrefuted(findings, step, found)
+    return named is not None and not (found.culprits and _is_measured(named))
+
+
+def _find_unrefuted(findings: Sequence[Finding], step: int, found: Found) -> Finding | None:
+    """Return the first finding up to `step` that names the operation, unless a culprit refutes it."""
     left = list(findings)
     for culprit, _ in found.culprits:
         left = _leave_out_refuted(left, culprit, found)
-    named = _find_named(left, step)
-    return named is not None and not _is_measured(named)
+    return _find_named(left, step)
+
+
+def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
+    """Return whether a measured factor stays the cause: no place refutes it, and no execution shows a line."""
+    named = _find_unrefuted(findings, found.step, replace(found, culprits=found.places))
+    shows_line = any(culprit.own_line is not None for culprit, _ in found.culprits)
+    return bool(found.places) and named is not None and not shows_line
 
 
 def _is_measured(finding: Finding) -> bool:

@@ -151,12 +151,11 @@ def test_a_value_that_each_rank_has_of_its_own_part_is_right_when_reduced() -> N
     assert (culprit.repaired, culprit.code) == (("loss/total",), Cause.MISSING_REDUCTION)
 
 
-def test_values_that_are_equal_on_all_ranks_need_no_maximum() -> None:
+def test_values_that_are_equal_on_all_ranks_need_no_reduction() -> None:
     ranks = [record_call(lambda x: x.sin(), x=make(6, 4)) for _ in range(2)]
     alignment = Alignment(Joint(ranks), record_call(lambda x: x.cos(), x=make(6, 4)))
     (sine,) = [op for op in ranks[0].ops if op.short == "sin"]
-    edits = list_reductions(alignment, {"tp": [[0, 1]]}, [(0, sine.number), (1, sine.number)])
-    assert [each.numbers[0][0] for each in edits] == ["sum"]
+    assert not list(list_reductions(alignment, {"tp": [[0, 1]]}, [(0, sine.number), (1, sine.number)]))
 
 
 def test_a_rank_without_the_value_cannot_be_reduced() -> None:

@@ -16,7 +16,7 @@ from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import build_case
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.culprit import CodeLine, Culprit, Operation
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor
 from moeverify.results.finding import Finding
@@ -88,15 +88,20 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def test_a_measured_factor_ends_no_search_and_gives_way_to_a_cause_that_an_execution_proves() -> None:
+def test_a_measured_factor_ends_no_search_and_gives_way_to_a_line_that_an_execution_proves() -> None:
     measured, sure = find("v", **MEASURED), find("v", **SURE)
     assert measured.names_operation
-    assert [is_named([each], 1, Found()) for each in (measured, sure)] == [False, True]
-    proved, local = blame("gradient/w"), blame("gradient/w", is_local=True)
+    place = blame(proved=False), [W]
+    assert [is_named([each], 1, Found()) for each in (measured, sure)] == [True, True]
+    assert [is_named([each], 1, Found(1, [place])) for each in (measured, sure)] == [False, True]
+    origin = Origin(kind="definition", line=CodeLine(file="a.py", line=7), here="3")
+    proved, other = blame("gradient/w", origins=(origin,)), blame("gradient/w")
     (told, _) = lead([measured, find("w")], (proved, [W]))
     assert (told.code, told.culprit) == ("forward", proved.model_copy(update={"leads": True}))
-    (told, _) = lead([measured, find("w")], (local, [W]))
-    assert (told.code, told.culprit) == ("scale", local)
+    (told, _) = lead([measured, find("w")], (other, [W]))
+    assert (told.code, told.culprit) == ("scale", other)
+    (told, last) = lead_with([measured, find("w")], Found(1, [(other, [W]), (other, [W])], places=[place]))
+    assert (told.code, told.culprit, last.culprit) == ("scale", place[0], None)
 
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
