@@ -398,6 +398,7 @@ def outline(sample: str) -> list[str]:
     the tensor that uses most of its bound: rounding decides which one that is.
     """
     text = re.sub(r"( / \S+) .* ([\d.]+ +pass)$", r"\1 \2", sample, flags=re.MULTILINE)
+    text = re.sub(r"\b(\d+ h )?\d+ min\b( \d+ s\b)?", "1 s", text)  # a slow machine takes minutes
     text = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text)
     return [" ".join(re.sub(r"-{3,}", " ", line).split()[:MOST_WORDS]) for line in text.splitlines()]
 

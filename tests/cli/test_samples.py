@@ -52,6 +52,12 @@ def test_outputs_are_those_of_this_version(
     )
 
 
+@pytest.mark.parametrize("slow", ["1 min 44 s", "1 h 02 min", "7 min"])
+def test_times_of_a_slow_machine_are_left_out(slow: str) -> None:
+    line = "fsdp2-ep2  MISMATCH  4 ranks, {}  cases/fsdp2-ep2.yaml"
+    assert samples.outline(line.format(slow)) == samples.outline(line.format("46.2 s"))
+
+
 def test_the_long_output_has_the_rows_of_cases() -> None:
     _, text = SHOWN[LONG]
     rows = [line.split()[0] for line in text.splitlines()[3:-3]]
