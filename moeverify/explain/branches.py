@@ -229,12 +229,11 @@ class Branches:
     @cached_property
     def _first_ops(self) -> list[dict[Line, int]]:
         """The first operator that each line of user code calls in a step, on each rank."""
-        found: list[dict[Line, int]] = []
-        for rank, program in enumerate(self._joint.programs):
-            found.append({})
-            for op in program.ops:
-                for line in self._sites((rank, op.number)) if op.step >= 0 else ():
-                    found[-1].setdefault(line, op.number)
+        found: list[dict[Line, int]] = [{} for _ in self._ops_of]
+        for first, ops in zip(found, self._ops_of, strict=True):
+            for (step, line), numbers in ops.items():  # in the order of the program
+                if step >= 0:
+                    first.setdefault(line, numbers[0])
         return found
 
     @cached_property
