@@ -40,6 +40,9 @@ _KEPT = (Cause.NORM, Cause.REPLICAS)
 """Finding codes that are kept, since they say more than the kind of the wrong operation."""
 
 
+_MEASURED_SHARE = 0.25
+"""Share of the time left for the search behind a measured factor, which stays the cause if no line is found."""
+
 _LEADING = ("race", "dtype")
 """Mechanisms that lead, since findings of the same bug name at most the module."""
 
@@ -112,17 +115,17 @@ def find_culprits(
     device: torch.device,
     seconds: float,
     *,
-    is_named: Callable[[Found], bool] = lambda found: False,
+    share: Callable[[Found], float] = lambda found: 1.0,
     operators: Path | None = None,
     tell: Callable[[Found], object] = lambda found: None,
 ) -> Found:
     """Return the first wrong operations that are found within `seconds`.
 
-    Rank 0 alone, without collectives. `is_named` returns whether the cause is named already, given the causes
-    found so far: then only the first wrong place is found, and no repair is tried. `operators` is the file to
-    write the operators of both sides to. `tell` is called with the first place before any repair is tried, and
-    with the complete result before the operators are compared. Errors are not raised: they are returned in
-    `Found.failure`, with the culprits that were found before.
+    Rank 0 alone, without collectives. `share` returns the share of the time left that repairs may take, given
+    the causes found so far. If it starts below 1, the first wrong place is found before any repair is tried.
+    `operators` is the file to write the operators of both sides to. `tell` is called with the first place
+    before any repair is tried, and with the complete result before the operators are compared. Errors are not
+    raised: they are returned in `Found.failure`, with the culprits that were found before.
     """
     if recorded is None:
         return Found()
@@ -146,14 +149,14 @@ def find_culprits(
         explainer = Explainer(recorded.programs, one, step, scales, list_groups(case))
         culprits = Culprits(explainer, list_degrees(case))
         places: Attributed = ()
-        for proves in (False, True) if is_named(found) else (True,):
-            causes = explainer.explain(
-                end - time.monotonic(), proves=proves, on_place=lambda first: tell(note(first))
-            )
+        worth = share(found)
+        for proves in (False, True) if worth < 1 else (True,):
+            left = (end - time.monotonic()) * (worth if proves else 1.0)
+            causes = explainer.explain(left, proves=proves, on_place=lambda first: tell(note(first)))
             note(causes)
             traced = _trace(culprits, causes, found)
             found = replace(found, culprits=traced, places=places, reduced=culprits.list_reduced_modules())
-            if is_named(found):
+            if not (worth := share(found)):
                 break  # else the place refutes the name, or an execution may say more
             places = traced
         found = replace(found, makers=culprits.make_makers())
@@ -255,13 +258,16 @@ def _is_of_start(culprit: Culprit) -> bool:
     return culprit.here.step < 0
 
 
-def is_named(findings: Sequence[Finding], step: int, found: Found) -> bool:
-    """Return whether a check or hypothesis names the operation, up to `step`, and nothing found refutes it.
+def choose_share(findings: Sequence[Finding], step: int, found: Found) -> float:
+    """Return the share of the time left that repairs may take: 0 if the cause is named, up to `step`.
 
-    With culprits, a measured factor is no name: many mistakes have it, and an execution may show the line.
+    A cause is named if a check or hypothesis names the operation and nothing found refutes it. With culprits,
+    a measured factor is no name: many mistakes have it, and an execution may show the line.
     """
     named = _find_unrefuted(findings, step, found)
-    return named is not None and not (found.culprits and _is_measured(named))
+    if named is None:
+        return 1.0
+    return _MEASURED_SHARE if found.culprits and _is_measured(named) else 0.0
 
 
 def _find_unrefuted(findings: Sequence[Finding], step: int, found: Found) -> Finding | None:

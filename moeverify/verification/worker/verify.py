@@ -52,8 +52,8 @@ from moeverify.verification.worker.culprits import (
     Found,
     Recorded,
     agree_on_step,
+    choose_share,
     find_culprits,
-    is_named,
     lead_with,
     record_origin,
 )
@@ -120,9 +120,9 @@ def verify_case(
     clock.end("record of operators")
     if explained is None:
         return None
-    named, tell = explained.names_in(recorded), explained.tell_by(report)
+    share, tell = explained.shares_in(recorded), explained.tell_by(report)
     found = find_culprits(
-        case, golden, recorded, device, explain_seconds, is_named=named, operators=operators, tell=tell
+        case, golden, recorded, device, explain_seconds, share=share, operators=operators, tell=tell
     )
     clock.end("first wrong operation")
     return explained.make(found)
@@ -215,9 +215,9 @@ class _Explained:
         findings = [name_source(finding) for finding in lead_with(self.findings, found)]
         return _make_result(self.observed, findings, self.clock, self.timeline, found.operators)
 
-    def names_in(self, recorded: Recorded | None) -> Callable[[Found], bool]:
-        """Return a function that tells whether a finding names the cause, and no cause found refutes it."""
-        return partial(is_named, self.findings, -1 if recorded is None else recorded.step)
+    def shares_in(self, recorded: Recorded | None) -> Callable[[Found], float]:
+        """Return a function of the causes found so far: the share of the time left that repairs may take."""
+        return partial(choose_share, self.findings, -1 if recorded is None else recorded.step)
 
     def tell_by(self, report: Callable[[VerifyResult], None]) -> Callable[[Found], None]:
         """Return a function that reports the result with the culprits found so far."""

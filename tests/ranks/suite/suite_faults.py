@@ -130,7 +130,7 @@ def die_in_search(patch: Patch) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     explain.Explainer._search = search  # type: ignore[assignment,method-assign]
-    verify.is_named = lambda *_: False
+    verify.choose_share = lambda *_: 1.0
 
 
 def _double_gradients(patch: Patch) -> None:

@@ -28,8 +28,8 @@ from moeverify.verification.worker.culprits import (
     Found,
     Recorded,
     agree_on_step,
+    choose_share,
     find_culprits,
-    is_named,
     lead_with,
 )
 
@@ -92,8 +92,8 @@ def test_a_measured_factor_ends_no_search_and_gives_way_to_a_line_that_an_execut
     measured, sure = find("v", **MEASURED), find("v", **SURE)
     assert measured.names_operation
     place = blame(proved=False), [W]
-    assert [is_named([each], 1, Found()) for each in (measured, sure)] == [True, True]
-    assert [is_named([each], 1, Found(1, [place])) for each in (measured, sure)] == [False, True]
+    assert [choose_share([each], 1, Found()) for each in (measured, sure)] == [0, 0]
+    assert [choose_share([each], 1, Found(1, [place])) for each in (measured, sure)] == [0.25, 0]
     origin = Origin(kind="definition", line=CodeLine(file="a.py", line=7), here="3")
     proved, other = blame("gradient/w", origins=(origin,)), blame("gradient/w")
     (told, _) = lead([measured, find("w")], (proved, [W]))
@@ -160,8 +160,8 @@ def test_a_part_of_a_sum_that_is_reduced_later_is_not_missing_its_reduction(modu
     (told,) = lead_with([finding], found)
     assert told.culprit is not None
     assert told.culprit.leads is (module == "layers.0.mlp.down")
-    assert is_named([finding], 1, Found())
-    assert is_named([finding], 1, found) is not told.culprit.leads
+    assert choose_share([finding], 1, Found()) == 0
+    assert choose_share([finding], 1, found) == told.culprit.leads
 
 
 @pytest.mark.parametrize("code", [Cause.BACKWARD, Cause.METRIC])
@@ -183,7 +183,7 @@ def test_a_line_that_chooses_a_narrow_dtype_leads_the_module_that_rounds() -> No
         update={"operation": Rounded(dtype="float32", is_representable=True), "cause": Cause.ROUNDING}
     )
     finding = find("w", explanation=rounded, code=Cause.ROUNDING)
-    assert is_named([finding], 1, Found())
+    assert choose_share([finding], 1, Found()) == 0
     culprit = blame("gradient/w", mechanism="dtype", rounds_to="float32")
     told = lead([finding], (culprit, [W]))
     assert told[0].culprit == culprit.model_copy(update={"leads": True})
@@ -315,16 +315,17 @@ def test_what_is_recorded_is_the_step_where_it_began_in_float64(
 
 
 @pytest.mark.parametrize(
-    ("breaks", "named", "searches"),
+    ("breaks", "shares", "searches"),
     [
-        (False, [], ["search"]),
-        (True, [], ["search"]),
-        (False, [True, True], ["place"]),
-        (False, [True, False], ["place", "search"]),  # the place refutes the name
+        (False, [1.0], [("search", 80)]),
+        (True, [1.0], [("search", 80)]),
+        (False, [0.0, 0.0], [("place", 80)]),
+        (False, [0.0, 1.0], [("place", 80), ("search", 80)]),  # the place refutes the name
+        (False, [0.0, 0.25], [("place", 80), ("search", 20)]),
     ],
 )
 def test_what_is_found_is_told_before_operators_are_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, breaks: bool, named: list[bool], searches: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, breaks: bool, shares: list[float], searches: list[Any]
 ) -> None:
     """The first place comes before any change is tried, and then all causes; a later error keeps both."""
     place, cause = SimpleNamespace(targets=[]), SimpleNamespace(targets=[])
@@ -338,7 +339,7 @@ def test_what_is_found_is_told_before_operators_are_compared(
 
         def explain(self, seconds: float, *, proves: bool, on_place: Any) -> list[Any]:
             on_place([place])
-            heard.append("search" if proves else "place")
+            heard.append(("search" if proves else "place", round(seconds)))
             return [place, cause]
 
     class Makers:
@@ -366,14 +367,14 @@ def test_what_is_found_is_told_before_operators_are_compared(
     monkeypatch.setattr(culprits, "Explainer", Explainer)
     monkeypatch.setattr(culprits, "Culprits", Makers)
     monkeypatch.setattr(culprits, "keep_operators", lambda *_: heard.append("operators") or "kept")
-    golden, programs, names = None, [one], list(named)
+    golden, programs, left = None, [one], [*shares, 0.0]
     found = find_culprits(
         make_case(),
         golden,  # type: ignore[arg-type]
         Recorded(1, programs),  # type: ignore[arg-type]
         CPU,
-        1.0,
-        is_named=lambda found: bool(names) and names.pop(0),
+        80.0,
+        share=lambda found: left.pop(0),
         operators=tmp_path / "operators",
         tell=lambda found: heard.append([culprit for culprit, _ in found.culprits]),
     )
