@@ -13,6 +13,7 @@ UNMIXED = (
     "heron.parallel:expert_fsdp",
     "kestrel.pipe:stages",
     "kestrel.zero:grid",
+    "linden.pipe:stages",
     "osier.parallel:fsdp",
     "osier.pipeline:stages",
     "plover.zero:zero3",
