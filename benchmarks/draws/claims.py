@@ -180,7 +180,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     operations = (
         [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
     )
-    own = Culprit.model_validate(culprit).own_line
+    own = Culprit.model_validate(culprit).lone_line
     lines = [] if own is None else [(own.line.file, own.line.line)]
     lines += [line for each in operations for line in _list_lines(each, callers=1)]
     direct = {line for each in operations for line in _list_lines(each, callers=0)}
@@ -231,6 +231,7 @@ _KIND_OF_MECHANISM = {
     "unreduced": "reduction",
     "scale": "scale",
     "moved": "elsewhere",
+    "created": "elsewhere",
     "race": "race",
     "dtype": "dtype",
 }

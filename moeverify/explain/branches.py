@@ -12,7 +12,9 @@ from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
+from moeverify.explain.content import is_move
 from moeverify.explain.joint import At
+from moeverify.explain.operators import is_blank
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.suspects import Target
@@ -148,21 +150,31 @@ class Branches:
             if step < 0
             or not (
                 any((target.mark[0], line) in proven for line in block)
-                or self._communicates_rightly(first, block)
+                or self._only_communicates(first, block)
             )
         ]
 
-    def _communicates_rightly(self, first: At, block: _Block) -> bool:
-        """Return whether a block runs a collective before an operation, and all of its results that tell are right.
+    def _only_communicates(self, first: At, block: _Block) -> bool:
+        """Return whether a block runs a collective before an operation, and makes no wrong result itself.
 
-        One device runs no collectives, so that lines which call one are of ranks alone in a right program, too.
+        All of its results that tell are right, or it only passes on elements. One device runs no collectives, so
+        that lines which call one, or allocate its buffer, are of ranks alone in a right program, too.
         """
         rank, step = first[0], self._joint.op(first).step
         numbers = (each for line in block for each in self._ops_of[rank].get((step, line), ()))
         ops = [(rank, number) for number in numbers if number <= first[1]]
         made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
         is_met = any(self._joint.op(op).meeting is not None for op in ops)
-        return is_met and bool(made) and all(map(self._alignment.is_right, made))
+        if is_met and made and all(map(self._alignment.is_right, made)):
+            return True
+        is_new = bool(ops) and any(is_blank(self._joint.op(op)) for op in ops)
+        return (is_met or is_new) and all(map(self._passes, ops))
+
+    def _passes(self, op: At) -> bool:
+        """Return whether an operator is a collective, moves elements or allocates memory."""
+        recorded = self._joint.op(op)
+        is_view = any(self._joint.value(at).alias >= 0 for at in self._joint.results(op))
+        return recorded.meeting is not None or is_move(recorded) or is_blank(recorded) or is_view
 
     def _is_later(self, block: _Block, first: At) -> bool:
         """Return whether a block runs an operator after an operation of the step, or follows a call that runs it.

@@ -307,7 +307,7 @@ class Culprits:
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
             return {"rounds_to": narrow, "taken": None if narrow else self._find_stale(first, edit)}
-        if edit.kind in ("group", "unreduced", "number"):
+        if edit.kind in ("group", "unreduced", "number", "created"):
             first_axis = {"group": 0, "unreduced": 1}.get(edit.kind, 2)  # of a pair (axis or reduction, axis)
             axes = edit.numbers[0][first_axis:] if edit.numbers else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_ancestors, list_group
+from moeverify.explain.chains import is_of_masks, list_ancestors, list_group
 from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, find_pair, pair_tensors
@@ -34,12 +34,14 @@ Kind = Literal[
     "unreduced",
     "dtype",
     "value",
+    "created",
 ]
 """The kinds of edits.
 
 An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
 value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
-result, divides an operand by its factor, gives a collective another group, reduces over ranks, or widens a dtype.
+result, divides an operand by its factor, gives a collective another group, reduces over ranks, widens a dtype, or
+replaces elements of an operand where they are created.
 """
 
 
@@ -142,7 +144,10 @@ def _list_operands(
         if pair is None:
             return
         mine = (at[0], pair.mine)
-        found["operand"].append([(mine, data) for data in _find_operands(alignment, one, at, other, pair)])
+        whole = one.data(pair.theirs)
+        found["operand"].append(
+            [(mine, data) for data in find_operands(alignment, one, at, other, pair, whole)]
+        )
         found["whole"].append([(mine, data) for data in _find_wholes(alignment, one, at, pair)])
     first = pairs[0][0]
     ranks = {each[0] for each in alignment.siblings((first[0], alignment.joint.op(first).results[0]))}
@@ -160,18 +165,19 @@ def _is_other(actual: Tensor | None, data: Tensor) -> bool:
     return actual is None or actual.shape != data.shape or not is_right(actual, data)
 
 
-def _find_operands(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> list[Tensor]:
-    """Return candidates for the right operand of a rank, in the operand's shape, the likeliest first."""
-    whole = one.data(pair.theirs)
+def find_operands(
+    alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair, whole: Tensor | None
+) -> list[Tensor]:
+    """Return candidates for the right operand of a rank as parts of `whole`, in its shape, the likeliest first."""
     mine = alignment.joint.value((at[0], pair.mine))
     known = alignment.find((at[0], pair.mine))
     is_right_here = alignment.is_right((at[0], pair.mine))
-    tells = alignment.tells((at[0], pair.mine))
+    tells = alignment.tells((at[0], pair.mine)) and not is_of_masks(alignment.joint, (at[0], pair.mine))
     if whole is None or (tells and (known is None or known.ids is None or not is_right_here)):
         return []  # an earlier operator may have made it wrong
     ids = None if known is None or known.over else known.ids
     found = [None if ids is None else _same_rows(one, pair.theirs, whole, ids)]
-    found.append(_beside(alignment, one, at, other, pair))
+    found.append(_beside(alignment, one, at, other, pair, whole))
     found.append(take(whole, mine.shape, list_all_cuts(alignment, one, at, other)))
     found.append(None if ids is None else _same_places(one, whole, ids))
     return [each.to(whole.dtype) for each in found if each is not None]
@@ -223,17 +229,18 @@ def _same_places(one: OneDevice, whole: Tensor, ids: Tensor) -> Tensor | None:
     return torch.where(ids > 0, whole.reshape(-1)[index], 0.0)
 
 
-def _beside(alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair) -> Tensor | None:
+def _beside(
+    alignment: Alignment, one: OneDevice, at: At, other: Op, pair: Pair, whole: Tensor
+) -> Tensor | None:
     """Return the elements of the single device's operand that broadcast with another operand of the rank."""
     op = alignment.joint.op(at)
-    theirs = one.program.values[pair.theirs]
     wanted = alignment.joint.value((at[0], pair.mine)).shape
     for each in pair_tensors(op, other):
         known = alignment.find((at[0], each.mine))
         if each.place == pair.place or known is None or known.ids is None or known.over:
             continue
         positions = _positions(one, each.theirs, known.ids)
-        found = None if positions is None else _broadcast_pick(one, each.theirs, theirs.data, positions)
+        found = None if positions is None else _broadcast_pick(one, each.theirs, whole, positions)
         if found is not None and found.numel() == int(torch.Size(wanted).numel()):
             return found.reshape(wanted)
     return None

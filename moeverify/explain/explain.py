@@ -21,6 +21,7 @@ from moeverify.explain.chains import list_chain
 from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
+from moeverify.explain.creation import Creation
 from moeverify.explain.edits import Edit, Keys, list_chain_numbers, list_edits, list_skipped_writes
 from moeverify.explain.edits import Kind as EditKind
 from moeverify.explain.further import Further
@@ -31,6 +32,7 @@ from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
+from moeverify.explain.races import list_races
 from moeverify.explain.regroup import Groups, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
@@ -118,7 +120,7 @@ class Explainer:
         end = time.monotonic() + seconds
         left = list(self.wrong)
         narrow = find_narrowing(self.alignment, self.step)
-        for cause in (*self._list_races(), *([] if narrow is None else [narrow])):
+        for cause in (*list_races(self.joint, self.step, self.wrong), *([] if narrow is None else [narrow])):
             self._add(cause)
         state = self.joint.execute(Changes() if narrow is None else narrow.repairs[0].changes)
         for _ in range(_MOST_ROUNDS):
@@ -142,27 +144,6 @@ class Explainer:
             if not self._proof.is_repaired(left[0], state):
                 state = self._patch(left[0], state)
         return self.causes
-
-    def _list_races(self) -> Iterator[OperatorCause]:
-        """Yield races that a wrong result depends on: uses of memory that a collective may still be using."""
-        for rank, program in enumerate(self.joint.programs):
-            for race in program.races:
-                if (
-                    not race.is_direct
-                    or program.ops[race.op].step > self.step
-                    or race.other >= len(program.ops)
-                ):
-                    continue
-                ops = {(rank, race.op), (rank, race.other)}
-                reached = [
-                    target
-                    for target in self.wrong
-                    if any(ops & self.joint.list_before([at]) for at in target.values.values())
-                ]
-                if reached:
-                    yield OperatorCause(
-                        [(rank, race.other)], [], reached, known="race", launch=(rank, race.op)
-                    )
 
     def _note_repaired(
         self, causes: Sequence[OperatorCause], left: Sequence[Target], state: Execution
@@ -346,10 +327,10 @@ class Explainer:
                 if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
                     continue
                 if edit.kind != "value" and self._proof.is_local(edit, state):
-                    done = self._proof.repairs(edit, target, unknown, state)
+                    found = self._prove(edit, target, unknown, state)
+                    if found is not None:
+                        return found
                     cause = OperatorCause(list(ops), [edit], [target])
-                    if done is not None:
-                        return [cause], done
                     steps.append((cause, self.joint.execute(edit.changes, None, state)))
             before.update(ops)
         for cause, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
@@ -371,6 +352,17 @@ class Explainer:
         )
         return self._try(edits, target, unknown, state, end)
 
+    def _prove(
+        self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
+    ) -> tuple[list[OperatorCause], Execution] | None:
+        """Return an edit if it repairs a target, or one of the operators that create the operand that it replaces."""
+        created = Creation(self.alignment.under(state), self.one).list_edits(edit)
+        for each in itertools.chain(created, [edit]):
+            done = self._proof.repairs(each, target, unknown, state)
+            if done is not None:
+                return [OperatorCause(list(each.ops), [each], [target])], done
+        return None
+
     def _try(
         self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
     ) -> tuple[list[OperatorCause], Execution] | None:
@@ -379,11 +371,11 @@ class Explainer:
             if time.monotonic() > end:
                 return None
             self.tried += 1
-            done = self._proof.repairs(edit, target, unknown, state)
-            resized = self._proof.resize(edit, state) if done is None else None
-            found = done or resized
-            if found is not None:
-                return [OperatorCause(list(edit.ops), [edit], [target], is_local=done is None)], found
+            if self._proof.repairs(edit, target, unknown, state) is not None:
+                return self._prove(edit, target, unknown, state)
+            resized = self._proof.resize(edit, state)
+            if resized is not None:
+                return [OperatorCause(list(edit.ops), [edit], [target], is_local=True)], resized
         return None
 
     def _shorten(

@@ -131,7 +131,7 @@ def _list_lines(culprit: Culprit) -> list[tuple[CodeLine | None, str]]:
         (culprit.there, "the counterpart on one device"),
         *((each, "moves its operand") for each in culprit.moves),
     ]
-    own = culprit.own_line
+    own = culprit.lone_line
     lines: list[tuple[CodeLine | None, str]] = [] if own is None else [(own.line, "")]
     lines += [(each.line, relation) for each, relation in operations if each is not None]
     lines += _list_origins(culprit.origins)

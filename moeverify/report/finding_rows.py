@@ -53,7 +53,7 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts.append(("cause", cause))
     origins = (*(finding.culprit.origins if finding.culprit is not None else ()), *finding.origins)
     if culprit is not None:
-        origins = tuple(each for each in origins if each is not culprit.own_line)
+        origins = tuple(each for each in origins if each is not culprit.lone_line)
     facts.extend(("look at", line) for line in list_origins(origins))
     if where := describe_where(finding):
         facts.append(("where", where))

@@ -18,6 +18,7 @@ Mechanism = Literal[
     "inserted",
     "returned",
     "value",
+    "created",
     "scale",
     "group",
     "unreduced",
@@ -265,6 +266,15 @@ class Culprit(Record):
         return alone[0] if alone[0].kind != "definition" and len(self.origins) == 1 else None
 
     @property
+    def lone_line(self) -> Origin | None:
+        """`own_line`, or the only line before an unproved place that one device does not execute, of a branch."""
+        alone = [each for each in self.origins if each.is_of_ranks]
+        is_place = self.mechanism == "place" and not self.proved and self.taken is None
+        if is_place and len(alone) == 1 and alone[0] is self.origins[0] and alone[0].kind == "branch":
+            return alone[0]
+        return self.own_line
+
+    @property
     def _is_made_elsewhere(self) -> bool:
         """Whether one device executes the line too, or no value of one device equals the wrong operand."""
         return self.is_line_shared or (self.mechanism == "operand" and self.taken is None)
@@ -272,7 +282,8 @@ class Culprit(Record):
     @property
     def names_cause(self) -> bool:
         """Return whether the proved change is one of the code, not only of a value that was made elsewhere."""
-        return self.proved and (self.own_line is not None or not self._is_made_elsewhere)
+        is_of_line = self.mechanism != "created" and not self._is_made_elsewhere
+        return self.proved and (self.own_line is not None or is_of_line)
 
     @property
     def code(self) -> Cause:

@@ -32,12 +32,14 @@ def list_culprit(culprit: Culprit) -> list[Row]:
     """Return the cause as labelled rows: the operation, both sides, how values came there, and the proof."""
     operation = f"{_name_operation(culprit.here)}, {format_ranks(culprit.ranks)}"
     rows = _DIFFERENCES[culprit.mechanism](culprit)
-    if culprit.own_line is not None:
+    between = [(_LINES, ", ".join(lines))] if (lines := _list_between(culprit)) else []
+    if culprit.lone_line is not None:
         return [
-            (_CAUSE, _describe_own_line(culprit.own_line)),
+            (_CAUSE, _describe_own_line(culprit.lone_line, is_proved=culprit.proved)),
             ("enters", operation),
             *(("result" if label == _CAUSE else label, text) for label, text in rows),
             (_PROOF, _describe_proof(culprit)),
+            *between,
         ]
     if culprit.mechanism in _KNOWN and culprit.results:
         return [*rows, ("seen in", operation)]
@@ -48,9 +50,7 @@ def list_culprit(culprit: Culprit) -> list[Row]:
         headline = _describe_first(culprit, operation)
     proof = _describe_proof(culprit)
     rows += [(_PROOF, proof)] if proof else []
-    if lines := _list_between(culprit):
-        rows.append((_LINES, ", ".join(lines)))
-    return [(_CAUSE, headline), *rows]
+    return [(_CAUSE, headline), *rows, *between]
 
 
 def _describe_first(culprit: Culprit, operation: str) -> str:
@@ -59,6 +59,8 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     about = "one input may be wrong" if is_doubtful else _ABOUT.get(culprit.mechanism, "its inputs match")
     if culprit.names_cause or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
+    if culprit.mechanism == "created":
+        return f"first wrong elements: made by {operation}"
     shared = "one device executes this line too"
     if (value := _TAKEN.get(culprit.mechanism)) is None:
         return f"first wrong operation: {operation}; {about}, and {shared}"
@@ -66,10 +68,11 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     return f"first wrong {value}: in {operation}; {reason}the mistake is where the {value} is made"
 
 
-def _describe_own_line(origin: Origin) -> str:
-    """Return the headline of a wrong line that one device does not execute, with the value that it defines."""
+def _describe_own_line(origin: Origin, *, is_proved: bool) -> str:
+    """Return the headline of a line that one device does not execute, with the value that it defines."""
     value = f"; it gives {shorten(origin.here, _LONGEST)}" if origin.here else ""
-    return f"first wrong line: {_name_origin(origin)}; one device does not execute it{value}"
+    title = "first wrong line" if is_proved else "only line of ranks alone before the first wrong result"
+    return f"{title}: {_name_origin(origin)}; one device does not execute it{value}"
 
 
 def _list_between(culprit: Culprit) -> list[str]:
@@ -172,7 +175,7 @@ def list_source(culprit: Culprit) -> list[str]:
     caller = culprit.here.callers[0] if culprit.mechanism == "place" and culprit.here.callers else None
     made = culprit.made if culprit.mechanism == "operand" else None
     there = culprit.there
-    own = culprit.own_line
+    own = culprit.lone_line
     sites = [
         ("", None if own is None else own.line),
         ("" if own is None else "enters: ", culprit.here.line),
@@ -203,13 +206,19 @@ _ABOUT: Mapping[Mechanism, str] = {
     "removed": "one device does not do this",
     "group": "its group has the wrong ranks",
     "unreduced": "its result is not reduced",
+    "created": "it makes wrong elements",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
     "written": "its values are from before the first step",
 }
 """State of the inputs in the headline, for mechanisms where not all of them match."""
 
-_TAKEN: Mapping[Mechanism, str] = {"operand": "input", "whole": "input", "number": "number"}
+_TAKEN: Mapping[Mechanism, str] = {
+    "operand": "input",
+    "whole": "input",
+    "number": "number",
+    "created": "elements",
+}
 """Mechanisms of a value that an operation takes, and its name."""
 
 
@@ -365,6 +374,11 @@ def _describe_unreduced(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"each rank goes on with its own result; the {name} over {axis} is right")]
 
 
+def _describe_created(culprit: Culprit) -> list[Row]:
+    ((mine, right),) = culprit.numbers
+    return [(_HERE, f"elements {mine}; the right ones are {right}"), *_describe_counterpart(culprit)]
+
+
 def _describe_dtype(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"in {culprit.rounds_to}"), (_THERE, "float64")]
 
@@ -450,6 +464,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "scale": _describe_scale,
     "group": _describe_group,
     "unreduced": _describe_unreduced,
+    "created": _describe_created,
     "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,
@@ -471,7 +486,7 @@ def _describe_proof(culprit: Culprit) -> str:
     if not culprit.proved:
         return "only the place is known: the mistake is between right inputs and the first wrong result"
     is_of_value = culprit.own_line is not None or not culprit.names_cause
-    taken = _TAKEN.get(culprit.mechanism) if is_of_value else None
+    taken = _TAKEN.get(culprit.mechanism) if is_of_value or culprit.mechanism == "created" else None
     change = "that change" if taken is None else f"the right {taken}"
     if culprit.is_local:
         return f"executed with {change}, its result equals that of one device"

@@ -217,9 +217,9 @@ def test_a_wrong_mask_is_told_from_wrong_scores(fill: float) -> None:
         return (q @ k.T + mask).softmax(-1)
 
     (culprit,) = explain_call(ranks, one, q=make(6, 8), k=make(6, 8, seed=1))
-    assert culprit.mechanism == "operand"
-    assert culprit.proved
-    assert any("triu(2)" in move.line.expression for move in culprit.moves if move.line is not None)
+    assert (culprit.mechanism, culprit.proved, culprit.names_cause) == ("created", True, False)
+    assert culprit.here.line is not None
+    assert "triu(2)" in culprit.here.line.expression
 
 
 class Counter(nn.Module):

@@ -64,10 +64,10 @@ def test_a_mask_without_one_of_its_conditions_shows_the_condition() -> None:
         q=make(8, 4),
         k=make(8, 4, seed=1),
     )
-    assert culprit.mechanism == "operand"
-    assert any("distance < window" in read(move) for move in culprit.moves_there)
-    shared = [read(move) for move in (*culprit.moves, *culprit.moves_there) if "masked_fill" in read(move)]
-    assert shared == []
+    assert culprit.mechanism == "created"
+    assert culprit.there is not None
+    assert read(culprit.here) == "places[:, None] >= places"
+    assert "distance < window" in read(culprit.there)
 
 
 def test_rows_that_are_lost_before_a_line_of_both_sides_are_missed_there() -> None:

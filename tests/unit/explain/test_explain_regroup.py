@@ -174,17 +174,20 @@ def test_the_reduction_that_continues_an_operator_is_tried_first() -> None:
         assert next(edits).numbers == ((first, "tp"),)
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_line_that_runs_a_collective_with_right_results_is_no_branch_to_look_at(is_right: bool) -> None:
+@pytest.mark.parametrize(("is_right", "only_moves"), [(True, False), (False, False), (False, True)])
+def test_a_line_that_runs_a_collective_and_makes_nothing_wrong_is_no_branch_to_look_at(
+    is_right: bool, only_moves: bool
+) -> None:
     parts = make_parts()[:2]
     ranks = [make_rank(part, (0, 1), tuple(parts)) for part in parts]
     site = Site(__file__, 1, "run")
     for program in ranks:
-        program.ops[2].sites = (site,)
+        for op in program.ops[2 if only_moves else 1 : 3]:
+            op.sites = (site,)
         program.lines[0] = {(site.file, site.line)}
     alignment = Alignment(Joint(ranks), make_rank(parts[0] + parts[1] if is_right else make(*SHAPE, seed=9)))
     one = OneDevice(alignment.one, alignment.elements)
     lines = UserLines(alignment.joint, alignment.one)
     branches = Branches(Agreement(alignment, one), alignment, alignment.one, lines, ())
-    assert branches._communicates_rightly((0, 3), ((site.file, site.line),)) is is_right
-    assert not branches._communicates_rightly((0, 1), ((site.file, site.line),))
+    assert branches._only_communicates((0, 3), ((site.file, site.line),)) is (is_right or only_moves)
+    assert not branches._only_communicates((0, 1), ((site.file, site.line),))

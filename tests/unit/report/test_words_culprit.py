@@ -135,6 +135,13 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"numbers": (("maximum", "tp"),), "axes": ("tp",)},
         [("here", "each rank goes on with its own result; the maximum over tp is right")],
     ),
+    "created": (
+        {"numbers": (("4, 5 and more", "12, 13 and more"),), "there": THERE},
+        [
+            ("cause", "first wrong elements: made by `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1"),
+            ("here", "elements 4, 5 and more; the right ones are 12, 13 and more"),
+        ],
+    ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},
         [
@@ -435,6 +442,25 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
         ("proof", "executed with the right number, loss/total equals one device (1e-15)"),
     ]
     assert list_lines(culprit)[0] == "mine/ffn.py:9: a @ w"
+
+
+@pytest.mark.parametrize(
+    ("origins", "fields", "is_lone"),
+    [
+        ((own("branch"), own("value")), {}, True),
+        ((own("branch"), own("extra")), {}, False),
+        ((own("value"), own("branch")), {}, False),
+        ((own("extra"),), {}, False),  # a layout may need the operator
+        ((own("branch"),), {"taken": WEIGHT}, False),  # the operand is in doubt
+    ],
+)
+def test_the_only_branch_of_ranks_before_a_place_comes_first_and_claims_no_cause(
+    origins: tuple[Origin, ...], fields: dict[str, Any], is_lone: bool
+) -> None:
+    culprit = make("place", proved=False, origins=origins, **fields)
+    assert (culprit.lone_line is not None, culprit.own_line, culprit.names_cause) == (is_lone, None, False)
+    headline = "only line of ranks alone before the first wrong result: `a @ w`, mine/ffn.py:9"
+    assert list_culprit(culprit)[0][1].startswith(headline) is is_lone
 
 
 def test_an_operand_of_an_earlier_step_is_told_where_only_the_place_is_known() -> None:
