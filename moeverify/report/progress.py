@@ -18,6 +18,7 @@ from rich.text import Text
 
 from moeverify.report.console import print_lines, style_verdict
 from moeverify.report.numbers import format_bound, format_count, format_number, format_ranks, format_seconds
+from moeverify.report.probes import describe_row
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import count_tensors, find_worst_check
 from moeverify.results.measurement import Measurement
@@ -316,6 +317,8 @@ def describe_end(event: Event, width: int | None = None) -> Text:
     """
     if event.measured is not None:
         return Text(_describe_measured(event.measured))
+    if event.row is not None:
+        return describe_row(event.row)
     if event.result is None:
         return Text(f"{clean(event.case)} done")
     result = event.result
