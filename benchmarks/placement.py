@@ -1,7 +1,7 @@
 """Placements side by side: `moeverify place`, DeepSeek's EPLB, the hottest experts on all ranks, and blocks.
 
     git clone https://github.com/deepseek-ai/EPLB
-    python benchmarks/placement.py --eplb EPLB [--out docs/results/placement.md] [--exact-seconds 30]
+    python benchmarks/placement.py --eplb EPLB [--out docs/results/placement.md]
     python benchmarks/placement.py --eplb EPLB --recorded ep2.trace     # these traces alone
 
 All placements of a row are for the same trace, and are measured with the same rule of how replicas share tokens.
@@ -26,25 +26,23 @@ from tabulate import tabulate
 
 from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.cost import bound_load, measure_cost
-from moeverify.tools.placement.exact import solve_exactly
 from moeverify.tools.placement.heuristic import mark_slots, solve
 from moeverify.tools.placement.incremental import improve
 from moeverify.tools.placement.load_trace import LoadTrace, sum_steps
 from moeverify.tools.placement.marks import mark
 from moeverify.tools.placement.placement import place_in_blocks
-from moeverify.tools.placement.sharing import share_load
 from moeverify.tools.placement.synthetic import KINDS, make_trace
 from moeverify.tools.placement.trace_file import read_trace
 
 SPARE = (0, 8, 16, 32, 64)
 FLAT_HEADERS = (
     *("trace", "experts", "ranks", "spare", "blocks", "hottest on all", "EPLB, its count", "EPLB"),
-    *("fast", "thorough", "bound", "EPLB ahead", "fast ahead"),
+    *("fast", "bound", "EPLB ahead", "fast ahead"),
 )
 
 LEGEND = """\
 All numbers but milliseconds, percent and counts are balancedness, the mean over the largest load of a rank, summed
-over layers. `fast` is the heuristic, `thorough` what `--exact` starts from, and `bound` what no placement exceeds.
+over layers. `fast` is what `moeverify place` does, and `bound` what no placement exceeds.
 EPLB has two columns: its own count, in which two replicas of an expert on one rank get two parts of its load, and
 what happens where an expert that is on a rank counts once. `fast` is compared with the better of them. `ahead` is a
 placement from the first half of the steps, measured on the second. `hottest on all` is the greedy of FasterMoE, whose
@@ -179,7 +177,6 @@ def compare_one(eplb, trace, cluster, num_slots, tally):
         own,
         shared,
         ours,
-        balancedness(solve(load, cluster, num_slots, effort="thorough"), load, cluster),
         most,
         balancedness(run_eplb(eplb, first, cluster, num_slots, 1)[0], second, cluster),
         balancedness(solve(first, cluster, num_slots), second, cluster),
@@ -210,56 +207,6 @@ def compare_nodes(eplb, num_layers):
             print(row, file=sys.stderr, flush=True)
     headers = ["trace", "experts", "ranks", "nodes", "spare", "EPLB hierarchical", "off node"]
     return rows, [*headers, "EPLB global", "off node", "fast", "off node"]
-
-
-def compare_exact(seconds):
-    """Return rows of the table of the exact solver on small sizes."""
-    rows = []
-    for kind in ("uniform", "zipf", "groups"):
-        for num_experts, num_ranks, num_slots in (
-            (8, 2, 5),
-            (8, 4, 3),
-            (16, 4, 5),
-            (16, 8, 3),
-            (32, 8, 5),
-            (64, 8, 9),
-        ):
-            cluster = Cluster(num_ranks)
-            load = sum_steps(make_trace(kind, seed=0, num_experts=num_experts), cluster)
-            mean = load.by_expert.sum() / num_ranks
-            fast, thorough = (
-                solve(load, cluster, num_slots, effort=effort) for effort in ("fast", "thorough")
-            )
-            bound = bound_load(load, cluster, num_slots)
-            begun = time.monotonic()
-            answer = solve_exactly(load, cluster, num_slots, thorough, seconds=seconds, bound=bound)
-            taken = time.monotonic() - begun
-            largest = [
-                share_load(m, load.copies, cluster).sum(1).max() for m in (fast, thorough, answer.marks)
-            ]
-            gap = largest[2] / answer.bound[0] - 1
-            rows.append(
-                [
-                    *(kind, num_experts, num_ranks, num_slots),
-                    *(mean / each for each in (*largest, answer.bound[0])),
-                    *(f"{gap:.3%}", answer.statuses[0], f"{taken:.1f} s"),
-                ]
-            )
-            print(rows[-1], file=sys.stderr, flush=True)
-    headers = [
-        "trace",
-        "experts",
-        "ranks",
-        "slots",
-        "fast",
-        "thorough",
-        "exact",
-        "bound",
-        "gap",
-        "ended",
-        "after",
-    ]
-    return rows, headers
 
 
 def compare_moves(num_layers):
@@ -320,7 +267,6 @@ def main():
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recorded", type=Path, nargs="+", default=(), help="traces of runs: these alone")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--exact-seconds", type=float, default=30.0)
     parser.add_argument("--runs", type=int, default=7)
     options = parser.parse_args()
     if not (options.eplb / "eplb.py").is_file():
@@ -338,7 +284,6 @@ def main():
     sections = {
         "On one node": compare_flat(eplb, options.layers, tally),
         "On nodes of 8 ranks": compare_nodes(eplb, options.layers),
-        "Exact": compare_exact(options.exact_seconds),
         "Experts sent": compare_moves(options.layers),
         "Time for 58 layers, 256 experts, 64 ranks, 64 spare slots": compare_times(eplb, 58, options.runs),
     }
@@ -348,8 +293,7 @@ def main():
         "",
         f"{date.today()}, Python {platform.python_version()}, {platform.machine()}, "
         + ", ".join(f"{name} {version(name)}" for name in names)
-        + f", EPLB {commit}; `python benchmarks/placement.py --eplb EPLB --layers {options.layers} "
-        f"--exact-seconds {options.exact_seconds:g}`.",
+        + f", EPLB {commit}; `python benchmarks/placement.py --eplb EPLB --layers {options.layers}`.",
         "",
         *LEGEND,
         "",

@@ -23,15 +23,15 @@ def doctor(
     """
     with open_context() as context:
         from moeverify.report.files import check_writable, write_atomically
-        from moeverify.report.probes import ProbeProgress, render_probes
+        from moeverify.report.probes import render_probes
+        from moeverify.report.progress import open_progress
         from moeverify.results.probe import Diagnostics
         from moeverify.verification.controller.doctor import Examination
 
         check_writable([json] if json is not None else [], None)
         examination = Examination()
-        num_known, num_rows = len(examination.rows), len(examination.names)
         try:
-            with ProbeProgress(context.err, num_known, num_rows) as progress:
+            with open_progress(context.err, noun="probe") as progress:
                 examination.run(progress.on_event)
         finally:
             render_probes(examination.rows, context.out, missing=examination.missing)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -56,14 +56,6 @@ Output = Annotated[
     Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
 ]
 
-Page = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write the table as one HTML page with its picture."),
-]
-Plots = Annotated[
-    Path | None,
-    typer.Option("--plots", metavar="DIR", help="Write a picture of the faults by class as PNG."),
-]
 Without = Annotated[
     list[str] | None,
     typer.Option(
@@ -79,15 +71,6 @@ Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses. Can be repeated."),
 ]
-
-
-class Files(NamedTuple):
-    """The files of a benchmark to write, and the folder of its pictures."""
-
-    markdown: Path | None
-    html: Path | None
-    plots: Path | None
-    json: Path | None
 
 
 @faults.command("list")
@@ -141,8 +124,6 @@ def run(
     without: Without = None,
     only: Only = None,
     markdown: Output = None,
-    html: Page = None,
-    plots: Plots = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     json_file: JsonFile = None,
@@ -161,8 +142,7 @@ def run(
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
-        files = Files(markdown, html, plots, json_file)
-        check_writable([path for path in (markdown, html, json_file) if path is not None], plots)
+        check_writable([path for path in (markdown, json_file) if path is not None])
         left_out = choose_left_out(without or (), only or ())
         options = replace(_options(device, cache), without=left_out)
         if EXPLAIN in left_out:
@@ -174,7 +154,7 @@ def run(
         words += [] if escalate else ["--no-escalate"]
         words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
         with postponed_signals():
-            _report_faults(rows, context, device, " ".join(words), files)
+            _report_faults(rows, context, device, " ".join(words), markdown, json_file)
         missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
@@ -185,7 +165,8 @@ def _report_faults(
     context: CommandContext,
     device: Device,
     command: str,
-    files: Files,
+    markdown: Path | None,
+    json_file: Path | None,
 ) -> None:
     """Print the table of faults, and write the files that were asked for."""
     from moeverify.report.faults import render_faults, write_faults, write_json
@@ -194,18 +175,10 @@ def _report_faults(
 
     render_faults(rows, context.out)
     environment = describe_environment(choose_device(device.value))
-    if files.markdown is not None:
-        write_atomically(files.markdown, write_faults(rows, environment, command))
-    if files.json is not None:
-        write_atomically(files.json, write_json(rows, environment, command))
-    if files.html is not None:
-        from moeverify.report.fault_page import write as write_page
-
-        write_page(rows, files.html, environment, command)
-    if files.plots is not None:
-        from moeverify.report.formats.plots import write_faults as write_fault_plots
-
-        write_fault_plots(rows, files.plots)
+    if markdown is not None:
+        write_atomically(markdown, write_faults(rows, environment, command))
+    if json_file is not None:
+        write_atomically(json_file, write_json(rows, environment, command))
 
 
 def _run_all(
@@ -296,10 +269,8 @@ def mutate(
     ] = None,
     *,
     number: _Number = 60,
-    seed: Annotated[int, typer.Option("--seed", help="Seed that chooses and halves the mutants.")] = 0,
-    list_only: Annotated[
-        bool, typer.Option("--list", help="Show all mutants, each with its half, and run none.")
-    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed that chooses the mutants.")] = 0,
+    list_only: Annotated[bool, typer.Option("--list", help="Show all mutants, and run none.")] = False,
     keep: Annotated[
         Path | None,
         typer.Option(
@@ -317,13 +288,13 @@ def mutate(
     cache: CacheFolder = None,
     quiet: Quiet = False,
 ) -> None:
-    """Make bugs by machine: rewrite the parallel code at one place each, and judge the report of it.
+    """Make bugs by machine: rewrite the parallel code at one place each, and verify the result.
 
-    Exit code 1 when a mutant survived that should not, or a cause was wrong.
+    Exit code 1 when a mutant survived that should not.
     """
     with open_context() as context:
         if list_only:
-            _print_mutants(context.out, seed)
+            _print_mutants(context.out)
             return
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.mutation import write_json, write_mutants
@@ -344,8 +315,7 @@ def mutate(
         if markdown is not None:
             counts = (ran.num_all, ran.num_unreached)
             write_atomically(markdown, write_mutants(ran.rows, ran.environment, command, counts))
-        is_bad = any(row.outcome == "survived" or row.judgement.cause == "wrong" for row in ran.rows)
-        raise typer.Exit(int(is_bad))
+        raise typer.Exit(int(any(row.outcome == "survived" for row in ran.rows)))
 
 
 def _print_rates(console: Console, ran: RanMutants, precision: FaultPrecision | None) -> None:
@@ -366,13 +336,12 @@ def _name_command(how: MutationOptions) -> str:
     return " ".join(words if how.escalates else [*words, "--no-escalate"])
 
 
-def _print_mutants(console: Console, seed: int) -> None:
-    """Print all mutants, one per line, with their halves."""
+def _print_mutants(console: Console) -> None:
+    """Print all mutants, one per line."""
     from moeverify.faults.mutation.mutant import list_mutants
 
     for mutant in list_mutants():
-        half = "counted  " if mutant.is_counted_only(seed) else "looked at"
-        line = f"{mutant.name}  {half}  {mutant.file}:{mutant.line}  {mutant.before} -> {mutant.after}"
+        line = f"{mutant.name}  {mutant.file}:{mutant.line}  {mutant.before} -> {mutant.after}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -60,7 +60,7 @@ def init(
         with show_work(context.err, f"trying {factory} on one device"):
             model = trials.try_factory(factory, parallelize or "", fields, root)
         _render_model(model, context)
-        with open_progress(context.out, quiet=False, durations={}) as progress:
+        with open_progress(context.out, quiet=False) as progress:
             tried, result = trials.try_layouts(
                 model, root, str(folder), trials.list_candidates(model), progress.on_event
             )

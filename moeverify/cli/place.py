@@ -28,10 +28,6 @@ _Current = Annotated[
     Path | None,
     typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
 ]
-_Exact = Annotated[bool, typer.Option("--exact", help="Solve by mixed-integer programming too.")]
-_TimeLimit = Annotated[
-    float, typer.Option("--time-limit", min=0.1, max=1e6, metavar="S", help="Seconds that --exact may take.")
-]
 _MaxMoves = Annotated[
     int | None,
     typer.Option(
@@ -58,8 +54,6 @@ def place(
     slots: _Slots,
     nodes: _Nodes = 1,
     current: _Current = None,
-    exact: _Exact = False,
-    time_limit: _TimeLimit = 60.0,
     max_moves: _MaxMoves = None,
     last: _Last = None,
     out: _Out = None,
@@ -85,9 +79,7 @@ def place(
             lambda: Cluster(ranks, nodes),
             lambda: None if current is None else read_placement(current),
         )
-        with show_work(
-            context.err, f"placing experts, at most {time_limit:g} s" if exact else "placing experts"
-        ):
+        with show_work(context.err, "placing experts"):
             plan = make_plan(
                 load_trace,
                 cluster,
@@ -95,7 +87,6 @@ def place(
                 current=placement,
                 trace_file=str(trace),
                 current_file="" if current is None else str(current),
-                exact_seconds=time_limit if exact else None,
                 max_moves=max_moves,
             )
         print_plan(plan, context.out, name=str(trace))

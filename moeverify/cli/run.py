@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from moeverify.cases.schema import Case
     from moeverify.cases.validation.load import LoadedCases
     from moeverify.results.run import CaseResult, RunResult
-    from moeverify.verification.controller.durations import Durations
     from moeverify.verification.controller.finished import FinishedCases
     from moeverify.verification.controller.options import RunOptions
     from moeverify.verification.controller.run import OnEvent
@@ -125,8 +124,6 @@ def run(
             tracking.check()
 
         def verify(loaded: LoadedCases, known: Mapping[str, CaseResult]) -> Verified:
-            from moeverify.verification.controller.durations import Durations
-
             options = judging.complete(settings.make_options(loaded.cases, out), loaded.cases)
             verification = _Verification.open(loaded.cases, options, judging, keep, known, context)
             code = run_and_report(
@@ -137,8 +134,6 @@ def run(
                 quiet=quiet,
                 timings=timings,
                 refused=loaded,
-                # A fault may make a case hang or end early, so its duration is not representative.
-                durations=Durations.of(options) if settings.fault is None else None,
                 finished=verification.finished.results,
             )
             extra = verification.follow(tracking, context)
@@ -267,25 +262,22 @@ def run_and_report(
     quiet: bool,
     timings: bool = False,
     refused: LoadedCases | None = None,
-    durations: Durations | None = None,
     finished: Mapping[str, CaseResult] | None = None,
 ) -> int:
     """Run cases, write and print their results, and return the exit code.
 
     `go` receives two event callbacks: one for events whose results count, and one for display only. If the
     run ends early, the results so far are written and printed before the exception is raised again. Files
-    in `refused` are reported as skipped cases. `durations` are read for the progress estimate and updated
-    afterwards. `finished` are results known before the run.
+    in `refused` are reported as skipped cases. `finished` are results known before the run.
     """
     from moeverify.cli.keeper import Keeper
     from moeverify.report.progress import open_progress
 
     keeper = Keeper(finished or {})
     kept = outputs.find_kept() if context.is_first else None
-    known = {} if durations is None else durations.read(case.name for case in cases)
     with ExitStack() as postponed:
         try:
-            with open_progress(context.out, quiet=quiet, durations=known) as progress:
+            with open_progress(context.out, quiet=quiet) as progress:
                 result = go(keeper.watch(progress.on_event, cases, kept), progress.on_event)
             # Before this line, an early end reports the cases so far; after it, the whole report is written.
             postponed.enter_context(postponed_signals())
@@ -296,8 +288,6 @@ def run_and_report(
             raise
         if result is None:  # only the first of several ranks reports
             return 0
-        if durations is not None:
-            durations.keep(result.cases)
         return _deliver(_add_refused(result, refused), outputs, context, quiet=quiet, timings=timings)
 
 

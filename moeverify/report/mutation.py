@@ -8,60 +8,26 @@ from collections.abc import Mapping, Sequence
 from moeverify.report.markdown import make_markdown_table
 from moeverify.report.words.cause import describe_where
 from moeverify.results.benchmark_rows import lower_bound
-from moeverify.results.mutation import CauseVerdict, MutantRow, Outcome
+from moeverify.results.mutation import MutantRow, Outcome
 
-_CAUSES: tuple[CauseVerdict, ...] = ("right", "place", "none", "wrong", "open")
 _KILLED: tuple[Outcome, ...] = ("detected", "crashed", "hung")
 _OTHERS: tuple[Outcome, ...] = ("not executed", "not run", "no bug", "equivalent")
-_SHOWN = {
-    "right": "right",
-    "place": "place only",
-    "none": "none",
-    "wrong": "**wrong**",
-    "open": "not judged",
-    "": "",
-}
-
-
-def name_half(row: MutantRow) -> str:
-    """Return the half to which a mutant belongs."""
-    return "counted" if row.counted_only else "looked at"
 
 
 def summarize_mutants(rows: Sequence[MutantRow]) -> list[str]:
-    """Return a Markdown table of the counts as lines: each half, and both together."""
-    causes = (f"cause {_SHOWN[each].strip('*')}" for each in _CAUSES)
-    headers = ("half", "mutants", *_OTHERS, *_KILLED, "survived", "located", *causes)
-    table = [
-        _count("looked at", [row for row in rows if not row.counted_only]),
-        _count("counted", [row for row in rows if row.counted_only]),
-        _count("both", rows),
-    ]
-    return make_markdown_table(headers, table).split("\n")
-
-
-def _count(name: str, rows: Sequence[MutantRow]) -> tuple[str, ...]:
+    """Return a Markdown table of the counts as lines."""
     outcomes = [row.outcome for row in rows]
-    seen = [row for row in rows if row.outcome == "detected"]
-    judged = [row for row in seen if row.judgement.located is not None]
-    located = f"{sum(bool(row.judgement.located) for row in judged)} of {len(judged)}"
-    causes = [row.judgement.cause for row in seen]
-    all_outcomes: tuple[Outcome, ...] = (*_OTHERS, *_KILLED, "survived")
-    counts = [outcomes.count(each) for each in all_outcomes]
-    return (name, str(len(rows)), *map(str, counts), located, *(str(causes.count(each)) for each in _CAUSES))
+    shown: tuple[Outcome, ...] = (*_OTHERS, *_KILLED, "survived")
+    counts = (str(outcomes.count(each)) for each in shown)
+    return make_markdown_table(("mutants", *shown), [(str(len(rows)), *counts)]).split("\n")
 
 
 def describe_rates(rows: Sequence[MutantRow]) -> list[str]:
-    """Return sentences on the share of mutants killed and the accuracy of the named causes."""
+    """Return sentences on the share of mutants killed, and of those that a loss curve shows."""
     ran = [row for row in rows if row.outcome in (*_KILLED, "survived")]
     seen = [row for row in ran if row.outcome == "detected"]
-    judged = [row for row in seen if row.judgement.cause != "open"]
-    right = sum(row.judgement.cause == "right" for row in judged)
-    wrong = sum(row.judgement.cause == "wrong" for row in judged)
     return [
         _rate("killed", sum(row.outcome in _KILLED for row in ran), len(ran), "that can make a difference"),
-        _rate("cause right", right, len(judged), "that the checks detect and that could be judged"),
-        f"cause wrong: {wrong} of {len(judged)}",
         _rate("seen by losses at 1e-3", sum(row.loss_curve for row in seen), len(seen), "detected"),
         _rate(
             "seen by losses and gradient norm at 1e-3",
@@ -97,9 +63,9 @@ def _rate(name: str, hits: int, total: int, of: str) -> str:
 def write_mutants(
     rows: Sequence[MutantRow], environment: Mapping[str, str], command: str, counts: tuple[int, int]
 ) -> str:
-    """Return the Markdown page: counts, rates of each half, and one row per mutant.
+    """Return the Markdown page: counts, rates, and one row per mutant, survivors first.
 
-    Survivors and wrong causes come first. `counts` are the number of all mutants, and of the mutants that
+    `counts` are the number of all mutants, and of the mutants that
     no layout executes.
     """
     known = ", ".join(f"{name} {environment[name]}" for name in ("torch", "python", "device", "cores"))
@@ -109,48 +75,31 @@ def write_mutants(
         f"Made by `{command}` with {known}.",
         f"There are {counts[0]} mutants; {counts[1]} change code that none of the layouts here executes, and of the "
         f"others {len(rows)} were chosen by the seed and run.",
-        "[How mutants are made and judged](../diagnosis.md#mutants).",
+        "[How mutants are made](../diagnosis.md#mutants).",
         "",
         *summarize_mutants(rows),
+        "",
+        *(f"- {line}" for line in describe_rates(rows)),
+        "",
+        make_markdown_table(_HEADERS, [_make_row(row) for row in sorted(rows, key=_order)]),
     ]
-    for half in ("looked at", "counted"):
-        lines += ["", f"Of those {half}:", ""]
-        lines += [f"- {line}" for line in describe_rates([row for row in rows if name_half(row) == half])]
-    lines += ["", make_markdown_table(_HEADERS, [_make_row(row) for row in sorted(rows, key=_order)])]
     return "\n".join(lines) + "\n"
 
 
-_HEADERS = (
-    "mutant",
-    "half",
-    "change",
-    "layouts",
-    "outcome",
-    "located",
-    "cause",
-    "judged by",
-    "reported",
-)
+_HEADERS = ("mutant", "change", "layouts", "outcome", "reported")
 
 
 def _order(row: MutantRow) -> tuple[int, str]:
-    causes = ("wrong", "none", "open", "place", "right", "")
     outcomes = ("survived", "detected", "hung", "crashed", "equivalent", "no bug", "not executed", "not run")
-    return outcomes.index(row.outcome) * 10 + causes.index(row.judgement.cause), row.name
+    return outcomes.index(row.outcome), row.name
 
 
 def _make_row(row: MutantRow) -> tuple[str, ...]:
-    judgement = row.judgement
-    located = {True: "yes", False: "**no**", None: ""}[judgement.located]
     return (
         f"`{row.name}` {row.file}:{row.line}",
-        name_half(row),
         f"`{_shorten(row.before)}` -> `{_shorten(row.after)}`",
         ", ".join(row.cases),
         row.outcome,
-        located if row.outcome == "detected" else "",
-        _SHOWN[judgement.cause],
-        f"hand: {judgement.because}" if judgement.by_hand else judgement.because,
         describe_result(row),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
@@ -18,6 +18,7 @@ from rich.text import Text
 
 from moeverify.report.console import print_lines, style_verdict
 from moeverify.report.numbers import format_bound, format_count, format_number, format_ranks, format_seconds
+from moeverify.report.probes import describe_row
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import count_tensors, find_worst_check
 from moeverify.results.measurement import Measurement
@@ -49,18 +50,17 @@ def open_progress(
     console: Console,
     *,
     quiet: bool = False,
-    durations: Mapping[str, float] | None = None,
     noun: str = "case",
 ) -> Progress:
     """Return the suitable view: none if quiet, live in a capable terminal, otherwise lines.
 
-    `durations` maps the names of cases to their seconds in earlier runs. `noun` is the name of one counted thing.
+    `noun` is the name of one counted thing.
     """
     if quiet or console.quiet:
         return Progress()
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console, durations=durations or {}, noun=noun)
-    return LineProgress(console, durations=durations or {})
+        return LiveProgress(console, noun=noun)
+    return LineProgress(console)
 
 
 @contextmanager
@@ -84,13 +84,12 @@ def show_work(console: Console, text: str, *, quiet: bool = False) -> Iterator[N
 
 
 class Remaining:
-    """Estimate of the seconds that are left, from the cases that have ended, and from earlier runs of the others."""
+    """Estimate of the seconds that are left, from the mean time of the cases that have ended."""
 
-    def __init__(self, durations: Mapping[str, float], now: float) -> None:
-        self._earlier = dict(durations)
-        self._ended: dict[str, float] = {}
+    def __init__(self, now: float) -> None:
+        self._ended: list[float] = []
         self._num_done = self._num_total = 0
-        self._running = ""
+        self._is_running = False
         self._since = now
 
     def on_event(self, event: Event, now: float) -> None:
@@ -98,39 +97,30 @@ class Remaining:
         self._num_done = max(self._num_done, event.num_done)
         self._num_total = max(self._num_total, event.num_total)
         if event.kind in ("case-end", "golden-end"):
-            name = event.case or (event.result.name if event.result is not None else "")
-            self._ended[name] = now - self._since
-            self._earlier.pop(name, None)
+            self._ended.append(now - self._since)
         if event.kind in ("case-start", "case-end", "golden-end"):
-            self._running = event.case if event.kind == "case-start" else ""
+            self._is_running = event.kind == "case-start"
             self._since = now
 
     def estimate(self, now: float) -> float | None:
-        """Return the estimated seconds that are left, or None if too few cases have a known time.
-
-        A case has ended, or at least half of those that are left are known. Others take the mean time.
-        """
-        seconds = [*self._ended.values(), *self._earlier.values()]
+        """Return the estimated seconds that are left, or None before a case has ended."""
         num_left = self._num_total - self._num_done
-        if num_left <= 0 or not (self._ended or 2 * len(self._earlier) >= num_left):
+        if num_left <= 0 or not self._ended:
             return None
-        mean = sum(seconds) / len(seconds)
-        left = sum(self._earlier.values()) + mean * max(0, num_left - len(self._earlier))
-        if self._running:
-            left -= min(now - self._since, self._earlier.get(self._running, mean))
-        return left
+        mean = sum(self._ended) / len(self._ended)
+        return mean * num_left - (min(now - self._since, mean) if self._is_running else 0.0)
 
 
 class RemainingGoldens:
     """The goldens of a run that have ended, and the time of the others; each list of goldens counts anew."""
 
     def __init__(self, now: float) -> None:
-        self._remaining = Remaining({}, now)
+        self._remaining = Remaining(now)
 
     def on_event(self, event: Event, now: float) -> None:
         """Note the start of a list of goldens, or the end of one."""
         if event.kind == "golden":
-            self._remaining = Remaining({}, now)
+            self._remaining = Remaining(now)
         elif event.kind == "golden-end":
             self._remaining.on_event(event, now)
 
@@ -155,12 +145,11 @@ class LineProgress(Progress):
         self,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
-        durations: Mapping[str, float] | None = None,
     ) -> None:
         self._console = console
         self._clock = clock
         self._told = clock()
-        self._remaining = Remaining(durations or {}, self._told)
+        self._remaining = Remaining(self._told)
         self._goldens = RemainingGoldens(self._told)
 
     def on_event(self, event: Event) -> None:
@@ -202,7 +191,6 @@ class LiveProgress(Progress):
         self,
         console: Console,
         clock: Callable[[], float] = time.monotonic,
-        durations: Mapping[str, float] | None = None,
         noun: str = "case",
     ) -> None:
         self._console = console
@@ -212,7 +200,7 @@ class LiveProgress(Progress):
         self._recent: deque[Event] = deque(maxlen=_NUM_RECENT)
         self._started = clock()
         self._since = self._started
-        self._remaining = Remaining(durations or {}, self._started)
+        self._remaining = Remaining(self._started)
         self._goldens = RemainingGoldens(self._started)
         self._now = "starting"
         self._num_done = 0
@@ -316,6 +304,8 @@ def describe_end(event: Event, width: int | None = None) -> Text:
     """
     if event.measured is not None:
         return Text(_describe_measured(event.measured))
+    if event.row is not None:
+        return describe_row(event.row)
     if event.result is None:
         return Text(f"{clean(event.case)} done")
     result = event.result

@@ -47,7 +47,6 @@ _PLACEMENT: Schema = {
         "bound": {"type": "array", "items": {"type": "array", "items": _NUMBER}},
         "gap": _NUMBER,
         "seconds": _NUMBER,
-        "statuses": {"type": "array", "items": {"type": "string"}},
         "moves": {"type": "array", "items": {"type": "object"}},
         "max_moves": _INTEGER,
         "gain_share": {"anyOf": [_NUMBER, {"type": "null"}]},

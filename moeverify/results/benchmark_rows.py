@@ -52,14 +52,14 @@ class CleanRow(Record):
     detail: str = ""
 
 
-def upper_bound(num_hits: int, num_runs: int, confidence: float = 0.95) -> float:
-    """Return the upper end of the exact (Clopper-Pearson) one-sided confidence interval of a rate."""
-    return _bisect(num_hits, num_runs, 1.0 - confidence) if num_hits < num_runs else 1.0
+def upper_bound(num_hits: int, num_runs: int) -> float:
+    """Return the upper end of the exact (Clopper-Pearson) one-sided 95 % confidence interval of a rate."""
+    return _bisect(num_hits, num_runs, 0.05) if num_hits < num_runs else 1.0
 
 
-def lower_bound(num_hits: int, num_runs: int, confidence: float = 0.95) -> float:
-    """Return the lower end of the exact (Clopper-Pearson) one-sided confidence interval of a rate."""
-    return 1.0 - upper_bound(num_runs - num_hits, num_runs, confidence)
+def lower_bound(num_hits: int, num_runs: int) -> float:
+    """Return the lower end of the exact (Clopper-Pearson) one-sided 95 % confidence interval of a rate."""
+    return 1.0 - upper_bound(num_runs - num_hits, num_runs)
 
 
 def _bisect(num_hits: int, num_runs: int, tail: float) -> float:

@@ -24,27 +24,6 @@ Outcome = Literal[
 | `no bug` | no bug in the requested precision, so it did not run |
 """
 
-CauseVerdict = Literal["right", "place", "none", "wrong", "open", ""]
-"""The correctness of a cause.
-
-`place` means that only the module or stage is named, and correctly. `none` means that no cause is named.
-`open` means that no rule can judge the cause. It is empty if nothing was detected.
-"""
-
-
-class MutantJudgement(Record):
-    """A judgement of the report on a mutant.
-
-    `located` is None if the mutated code serves every axis and module, so that no place is wrong. `because`
-    names the rule, and `by_hand` marks a judgement by a person.
-    """
-
-    located: bool | None = None
-    cause: CauseVerdict = ""
-    because: str = ""
-    by_hand: bool = False
-
-
 Span = tuple[int, int, int, int]
 
 
@@ -76,10 +55,8 @@ class MutantRow(Record):
     line: int
     before: str
     after: str
-    counted_only: bool
     cases: tuple[str, ...] = ()
     outcome: Outcome
-    judgement: MutantJudgement = MutantJudgement()
     finding: Finding | None = None
     said: str = ""
     loss_curve: bool = False

@@ -81,10 +81,3 @@ class Diagnostics(Record):
 
     rows: tuple[ProbeRow, ...]
     missing: tuple[str, ...] = ()
-
-
-class ProbeEvent(Record):
-    """The start of a probe, or its result in `row`."""
-
-    name: str
-    row: ProbeRow | None = None

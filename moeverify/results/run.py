@@ -15,6 +15,7 @@ from moeverify.results.finding import CheckResult, Finding, Verdict
 from moeverify.results.load import ExpertLoad
 from moeverify.results.measurement import Measurement
 from moeverify.results.mesh import MeshShape
+from moeverify.results.probe import ProbeRow
 from moeverify.results.record import Record, Seconds
 from moeverify.results.timeline import Timeline
 from moeverify.results.trace import CollectiveRecord
@@ -178,9 +179,9 @@ class Event(Record):
 
     `launch`: `num_ranks` ranks are started. `up`: they run. `lost`: some ranks are lost, and further cases
     need new ones. `golden`: the goldens of `recipes` are made. `golden-end`: the one of the recipe `case` is
-    there, and `num_done` and `num_total` count goldens. `case-start` and `case-end` concern
-    `case`; in `bench`, `measured` is its measurement. `work` is other work, which `note` describes; for a
-    case, `note` is a further text, such as the steps that are left.
+    there, and `num_done` and `num_total` count goldens. `case-start` and `case-end` concern `case`; in `bench`,
+    `measured` is its measurement, and in `doctor` `row` its row. `work` is other work, which `note` describes; for
+    a case, `note` is a further text, such as the steps that are left.
     """
 
     kind: Literal["launch", "up", "lost", "golden", "golden-end", "case-start", "case-end", "work"]
@@ -191,4 +192,5 @@ class Event(Record):
     recipes: tuple[str, ...] = ()
     result: CaseResult | None = None
     measured: Measurement | None = None
+    row: ProbeRow | None = None
     note: str = ""

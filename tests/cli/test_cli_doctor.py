@@ -12,8 +12,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from moeverify.report.probes import ProbeProgress
-from moeverify.results.probe import Probe, ProbeEvent, ProbeRow
+from moeverify.report.progress import LiveProgress
+from moeverify.results.probe import Probe, ProbeRow
+from moeverify.results.run import Event
 from moeverify.verification.controller import doctor
 from moeverify.verification.controller.doctor import Try
 
@@ -27,7 +28,7 @@ def test_every_probe_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [row.name for row in examination.rows]
     assert "torch" in seen
     assert {*seen, *examination.missing} == set(examination.names)
-    examination.run(lambda event: seen.append(event.name) if event.row is not None else None)
+    examination.run(lambda event: seen.append(event.case) if event.row is not None else None)
     assert sorted(seen) == sorted(examination.names)  # each is reported once
     assert [row.name for row in examination.rows] == list(examination.names)
     assert examination.missing == []
@@ -48,10 +49,7 @@ def test_a_probe_that_fails_or_hangs_is_a_row_and_costs_the_others_nothing(
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 2.0})
     tries = [Try(name, name, 2) for name in ("crash", "fail", "hang")]
     tries.append(Try("average by sum", Probe.AVERAGE, 2))
-    rows = {}
-    for event in doctor.run_probes(tries, "cpu", ODD, at_once=3):
-        if event.row is not None:
-            rows[event.name] = event.row
+    rows = {row.name: row for row in doctor.run_probes(tries, "cpu", ODD)}
     assert sorted(rows) == ["average by sum", "crash", "fail", "hang"]
     assert list(rows)[-1] == "hang"  # it was retried after the others had ended
     assert {row.status for row in rows.values()} == {"fail"}
@@ -68,22 +66,28 @@ def test_what_a_busy_machine_has_kept_from_its_end_is_tried_again(
 ) -> None:
     monkeypatch.setattr(doctor, "PROBE_TIMEOUTS", {"cpu": 2.0})
     monkeypatch.setenv("FIRST_TRY", str(tmp_path / "first"))
-    events = list(doctor.run_probes([Try("late", Probe.STRIDED, 2)], "cpu", ODD))
+    begun: list[str] = []
+    (row,) = doctor.run_probes([Try("late", Probe.STRIDED, 2)], "cpu", ODD, on_start=begun.append)
     assert (tmp_path / "first").exists()
-    assert [event.row is None for event in events] == [True, True, False]
-    assert events[-1].row is not None
-    assert events[-1].row.value == "right"
+    assert begun == ["late", "late"]
+    assert row.value == "right"
 
 
 @pytest.mark.ranks
 def test_what_runs_ends_where_nobody_waits_for_it() -> None:
-    events = doctor.run_probes([Try("hang", "hang", 2), Try("crash", "crash", 2)], "cpu", ODD, at_once=2)
+    left: list[psutil.Process] = []
     before = psutil.Process().children(recursive=True)  # processes that other tests have started
-    while next(events).row is None:
-        pass
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    assert len(left) >= 4  # the forking agent, the agent of the hanging probe, and its ranks
-    events.close()
+
+    def note(name: str) -> None:
+        if name == "hang":
+            left.extend(each for each in psutil.Process().children(recursive=True) if each not in before)
+            raise KeyboardInterrupt
+
+    rows = doctor.run_probes([Try("fail", "fail", 2), Try("hang", "hang", 2)], "cpu", ODD, on_start=note)
+    assert next(rows).name == "fail"
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
+    assert len(left) >= 3  # the agent of the hanging probe, and its ranks
     assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
@@ -105,15 +109,15 @@ class Asked(doctor.Examination):
         self._found = {"host": ProbeRow(name="host", value="here", meaning="")}
         self.names = ("host", "gloo", "nccl")
 
-    def run(self, on_event: Callable[[ProbeEvent], None] = lambda event: None) -> None:
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
         for name in ("gloo", "nccl"):
-            on_event(ProbeEvent(name=name))
+            on_event(Event(kind="case-start", case=name, num_done=len(self.rows), num_total=3))
             if self.row is None and name == "nccl":
                 raise KeyboardInterrupt
             status = "ok" if self.row is None else self.row.status
             row = ProbeRow(name=name, value="sums wrong", meaning="no verdict can be trusted", status=status)
             self._found[name] = row
-            on_event(ProbeEvent(name=name, row=row))
+            on_event(Event(kind="case-end", case=name, row=row, num_done=len(self.rows), num_total=3))
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 2)])
@@ -124,8 +128,8 @@ def test_exit_code(invoke: Any, monkeypatch: pytest.MonkeyPatch, status: Any, co
     assert told.exit_code == code
     assert "no verdict can be trusted" in told.stdout
     assert f"{2 + (status == 'ok')} {status}" in told.stdout.splitlines()[-1].split(", not")[0]
-    assert [line.split(":")[0].split()[-1] for line in told.stderr.splitlines()] == ["gloo", "nccl"]
-    assert told.stderr.startswith("[2/3] ")
+    ends = [line.split(":")[0].split() for line in told.stderr.splitlines() if line.startswith("[")]
+    assert ends == [["[2/3]", status, "gloo"], ["[3/3]", status, "nccl"]]
 
 
 def test_an_interrupt_leaves_the_rows_that_are_known(invoke: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,26 +144,14 @@ def test_an_interrupt_leaves_the_rows_that_are_known(invoke: Any, monkeypatch: p
 
 def test_a_terminal_shows_what_runs_and_what_was_found() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=40)
-    now = 0.0
-    progress = ProbeProgress(console, 2, 4, clock=lambda: now)
-    progress.on_event(ProbeEvent(name="gloo"))
-    progress.on_event(ProbeEvent(name="nccl"))
-    now = 3.0
+    console = Console(file=out, force_terminal=True, width=60)
+    progress = LiveProgress(console, clock=lambda: 0.0, noun="probe")
     row = ProbeRow(name="gloo", value=40 * "right ", meaning="", status="warn")
-    progress.on_event(ProbeEvent(name="gloo", row=row))
+    progress.on_event(Event(kind="case-end", case="gloo", row=row, num_done=3, num_total=4))
+    progress.on_event(Event(kind="case-start", case="nccl", num_done=3, num_total=4))
     console.print(progress.render())
-    found, running = Text.from_ansi(out.getvalue()).plain.splitlines()
-    assert found.startswith("[3/4] warn gloo: right")
-    assert len(found) < 40
-    assert running == "probing nccl 3.0 s, about 3 s left"
-
-
-def test_a_log_says_now_and_then_how_long_the_other_probes_take() -> None:
-    now = [0.0]
-    log = io.StringIO()
-    progress = ProbeProgress(Console(file=log, width=100), 2, 6, clock=lambda: now[0])
-    for name in ("gloo", "nccl", "ranks"):
-        now[0] += 6.0
-        progress.on_event(ProbeEvent(name=name, row=ProbeRow(name=name, value="right", meaning="")))
-    assert [line for line in log.getvalue().splitlines() if "left" in line] == ["about 12 s left"]
+    found, count, running = Text.from_ansi(out.getvalue()).plain.splitlines()
+    assert found.startswith("warn gloo: right")
+    assert len(found) < 60
+    assert "3 of 4 probes" in count
+    assert running.startswith("running nccl")

@@ -101,10 +101,6 @@ class Mutant:
         to_bfloat16 = self.after.count("bfloat16") > self.before.count("bfloat16")
         return precision == "float64" or (to_bfloat16 and precision == "float32")
 
-    def is_counted_only(self, seed: int) -> bool:
-        """Return whether the mutant belongs to the held-out half, whose findings are counted but not read."""
-        return _draw(seed, "half", self.name) % 2 == 1
-
 
 def choose_mutants(mutants: Sequence[Mutant], num: int, seed: int) -> list[Mutant]:
     """Return `num` mutants by a seed. Operators alternate, and so do the files of each operator."""
@@ -112,7 +108,7 @@ def choose_mutants(mutants: Sequence[Mutant], num: int, seed: int) -> list[Mutan
     for operator in OPERATORS:
         by_file: dict[str, list[Mutant]] = {}
         found = [mutant for mutant in mutants if mutant.operator == operator]
-        for mutant in sorted(found, key=lambda each: _draw(seed, "order", each.name)):
+        for mutant in sorted(found, key=lambda each: _draw(seed, each.name)):
             by_file.setdefault(mutant.file, []).append(mutant)
         queues[operator] = list(_take_turns(list(by_file.values())))
     return list(_take_turns(list(queues.values())))[:num]
@@ -123,8 +119,8 @@ def _take_turns(queues: Sequence[Sequence[Mutant]]) -> Iterator[Mutant]:
         yield from (queue[turn] for queue in queues if turn < len(queue))
 
 
-def _draw(seed: int, use: str, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {use} {name}".encode()).digest()[:8], "big")
+def _draw(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} order {name}".encode()).digest()[:8], "big")
 
 
 def list_mutants() -> list[Mutant]:
@@ -157,11 +153,11 @@ def _list_of_file(file: str) -> tuple[Mutant, ...]:
         area = find_area(file, function)
         if area is None:
             continue
-        for operator in OPERATORS.values():
-            for replacement in operator.rewrite(node):
-                key = (function, operator.name)
+        for operator, rewrite in OPERATORS.items():
+            for replacement in rewrite(node):
+                key = (function, operator)
                 ordinal = ordinals[key] = ordinals.get(key, -1) + 1
-                found.append(_make(file, function, operator.name, ordinal, area, tree, node, replacement))
+                found.append(_make(file, function, operator, ordinal, area, tree, node, replacement))
     return tuple(mutant for mutant in found if mutant.before != mutant.after)
 
 

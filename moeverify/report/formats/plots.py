@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from moeverify.report.files import write_atomically
-from moeverify.report.pictures import fault_matrix, step, sweep
+from moeverify.report.pictures import step, sweep
 from moeverify.report.pictures.picture import drawing, format_png
 from moeverify.report.pictures.registry import draw_case, draw_run
-from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.measurement import BenchRun, Measurement
 from moeverify.results.run import RunResult
 
@@ -35,17 +33,6 @@ def write(run: RunResult, folder: Path) -> None:
         stem = make_stem(case.name, used)
         for name, picture in draw_case(case):
             write_atomically(folder / f"{stem}.{name}.png", format_png(picture))
-
-
-def write_faults(rows: Sequence[FaultRow], folder: Path) -> None:
-    """Write the fault benchmark as `faults.png`.
-
-    Raises: OSError when writing fails.
-    """
-    with drawing():
-        picture = fault_matrix.draw(rows)
-    if picture is not None:
-        write_atomically(folder / "faults.png", format_png(picture))
 
 
 def write_sweep(result: BenchRun, folder: Path) -> None:

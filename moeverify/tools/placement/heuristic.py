@@ -1,4 +1,4 @@
-"""The fast solver: several numbers of replicas, each packed and balanced, and the best of each layer.
+"""The solver: several numbers of replicas, each packed and balanced, and the best of each layer.
 
 DeepSeek's EPLB gives every spare slot to the expert with the largest replicas, then packs. That minimizes
 the largest replica. It often leaves many replicas slightly above half a mean load, and no two of these fit
@@ -10,13 +10,10 @@ Notation: L MoE layers, B rows of a batch, E experts, R ranks, S slots per rank.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import numpy as np
 
 from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.load_trace import TokenLoad
-from moeverify.tools.placement.local_search import search as search_layer
 from moeverify.tools.placement.marks import BoolArray
 from moeverify.tools.placement.packing import (
     EMPTY,
@@ -31,75 +28,35 @@ from moeverify.tools.placement.packing import (
 from moeverify.tools.placement.relabel import move_to_sources
 from moeverify.tools.placement.sharing import FloatArray, IntArray, measure_traffic, share_load
 
-Effort = Literal["fast", "thorough"]
-
-
-class _Search(NamedTuple):
-    """Search effort: replica sizes, rounds of swaps, and whether to swap all packings or only the best."""
-
-    sizes: tuple[float, ...]
-    rounds: int
-    swaps_all: bool
-
-
-# Size 0 is the smallest possible largest replica, size 1 the mean load of a rank.
-_SEARCHES: dict[Effort, _Search] = {
-    "fast": _Search((0.25, 0.5, 0.75, 1.0), rounds=14, swaps_all=False),
-    "thorough": _Search(tuple(np.linspace(0, 1, 17)[1:]), rounds=80, swaps_all=True),
-}
-
-
-_EVEN_ENOUGH = 1.001  # times the mean load: no local search below it
+# Fractions of the way from the smallest possible largest replica to the mean load of a rank.
+_SIZES = (0.25, 0.5, 0.75, 1.0)
+_SWAP_ROUNDS = 14
 _SWAP_ENOUGH = 1e-5  # above the mean load: no swaps below it
-_POLISH_STEPS = 100
 
 # Fractions of the spare slots that are used for replicas on every node.
 _PARTS_EVERYWHERE = (0.0, 0.25, 0.5, 1.0)
 
 
-def solve(load: TokenLoad, cluster: Cluster, num_slots: int, *, effort: Effort = "fast") -> BoolArray:
+def solve(load: TokenLoad, cluster: Cluster, num_slots: int) -> BoolArray:
     """Return a placement as marks (L, E, R): minimal largest load first, then little traffic.
 
     Every expert is placed, and every rank holds between one and S experts. A slot stays empty if any
     replica in it would increase the largest load. The result is deterministic and the same on every
     machine.
     """
-    marks = _solve(load, cluster, num_slots, _SEARCHES[effort])
-    return polish(marks, load, cluster, num_slots) if effort == "thorough" else marks
-
-
-def _solve(load: TokenLoad, cluster: Cluster, num_slots: int, search: _Search) -> BoolArray:
-    """Return the best of the candidates, under the actual sources and nodes."""
     by_expert = load.by_expert
-    packing = _solve_ranks(by_expert, cluster.num_ranks, num_slots, search)
+    packing = _solve_ranks(by_expert, cluster.num_ranks, num_slots)
     marks = mark_slots(packing.slots, by_expert.shape[1])
     if cluster.num_nodes == 1 and load.is_even:
         return marks
     if cluster.num_nodes > 1:
-        candidates = [_solve_nodes(by_expert, cluster, num_slots, search, part) for part in _PARTS_EVERYWHERE]
+        candidates = [_solve_nodes(by_expert, cluster, num_slots, part) for part in _PARTS_EVERYWHERE]
         marks = choose_best([marks, *candidates], load, cluster)
     if not load.is_even:
         nearer = move_to_sources(marks, load.copies, cluster)
         marks = choose_best([marks, nearer], load, cluster)
-    settled = _settle(marks, load, cluster, num_slots, search)
+    settled = _settle(marks, load, cluster, num_slots)
     return choose_best([settled, marks], load, cluster)
-
-
-def polish(marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int) -> BoolArray:
-    """Return marks (L, E, R) after a local search on each uneven layer; the largest load never increases."""
-    result = marks.copy()
-    mean = load.copies.sum((1, 2)) / cluster.num_ranks
-    for row, copies in enumerate(load.copies):
-        least = float(share_load(marks[row], copies, cluster).sum(0).max())
-        goal = float(mean[row])
-        if least <= goal * _EVEN_ENOUGH:
-            continue
-        for state in search_layer(
-            marks[row], copies, cluster, num_slots, goal=goal, most_steps=_POLISH_STEPS
-        ):
-            if state.largest < least:
-                result[row], least = state
-    return result
 
 
 def choose_best(candidates: list[BoolArray], load: TokenLoad, cluster: Cluster) -> BoolArray:
@@ -139,7 +96,7 @@ def list_slots(marks: BoolArray, num_slots: int) -> IntArray:
     return slots.reshape(num_layers, num_ranks, num_slots)
 
 
-def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Search) -> SlotPacking:
+def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int) -> SlotPacking:
     """Return the best packing of loads (B, E), with k replicas of 1/k of the load each."""
     counts = count_replicas(load, num_ranks * num_slots, num_ranks)
     smallest = (load / counts).max(1)
@@ -149,18 +106,15 @@ def _solve_ranks(load: FloatArray, num_ranks: int, num_slots: int, search: _Sear
     open_rows = np.flatnonzero((mean > smallest) & is_spare)
     # The smallest size for every layer, and the other sizes for `open_rows`: one batch, with rows (size,
     # layer).
-    sizes = [smallest + part * (mean - smallest) for part in search.sizes]
+    sizes = [smallest + part * (mean - smallest) for part in _SIZES]
     rows = np.concatenate([np.arange(len(load)), np.tile(open_rows, len(sizes))])
     larger = [count_for_size(load[open_rows], size[open_rows], num_ranks, num_ranks) for size in sizes]
     packing = pack(load[rows], np.concatenate([counts, *larger]), num_ranks, num_slots)
-    if search.swaps_all:
-        packing = _swap(packing, load[rows], search.rounds)
     best = _choose_packing(packing, rows, len(load))
-    if not search.swaps_all:
-        uneven = np.flatnonzero(best.loads.max(1) > np.maximum(mean, smallest) * (1 + _SWAP_ENOUGH))
-        if len(uneven):
-            swapped = _swap(SlotPacking(best.slots[uneven], best.loads[uneven]), load[uneven], search.rounds)
-            best.slots[uneven], best.loads[uneven] = swapped
+    uneven = np.flatnonzero(best.loads.max(1) > np.maximum(mean, smallest) * (1 + _SWAP_ENOUGH))
+    if len(uneven):
+        swapped = _swap(SlotPacking(best.slots[uneven], best.loads[uneven]), load[uneven])
+        best.slots[uneven], best.loads[uneven] = swapped
     return fill_slots(SlotPacking(_fill_ranks(best.slots, load), best.loads), load)
 
 
@@ -173,13 +127,13 @@ def _choose_packing(packing: SlotPacking, rows: IntArray, num_layers: int) -> Sl
     return SlotPacking(packing.slots[first], packing.loads[first])
 
 
-def _swap(packing: SlotPacking, load: FloatArray, num_rounds: int) -> SlotPacking:
+def _swap(packing: SlotPacking, load: FloatArray) -> SlotPacking:
     """Return a packing balanced by swaps, with k replicas of 1/k of the load (B, E) each."""
     num_layers, num_experts = load.shape
     each = np.zeros((num_layers, num_experts + 1))  # the last column is for empty slots, expert -1
     each[:, :-1] = load / np.maximum(count_slots(packing.slots, num_experts), 1)
     sizes = each[np.arange(num_layers)[:, None, None], packing.slots]
-    return swap_pairs(packing.slots, sizes, num_rounds)
+    return swap_pairs(packing.slots, sizes, _SWAP_ROUNDS)
 
 
 def _fill_ranks(slots: IntArray, load: FloatArray) -> IntArray:
@@ -198,9 +152,7 @@ def _fill_ranks(slots: IntArray, load: FloatArray) -> IntArray:
     return slots
 
 
-def _settle(
-    marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int, search: _Search
-) -> BoolArray:
+def _settle(marks: BoolArray, load: TokenLoad, cluster: Cluster, num_slots: int) -> BoolArray:
     """Return a placement in which experts without replicas changed ranks to balance the true loads.
 
     With different sources or nodes, the replicas of an expert have unequal loads. They stay in place with
@@ -212,13 +164,11 @@ def _settle(
     is_empty = slots == EMPTY
     sizes = np.where(is_empty, 0.0, shares[layers[..., None], slots, ranks[..., None]])
     is_fixed = ~is_empty & (marks.sum(2)[layers[..., None], slots] > 1)
-    packing = swap_pairs(slots, sizes, search.rounds, is_fixed)
+    packing = swap_pairs(slots, sizes, _SWAP_ROUNDS, is_fixed)
     return mark_slots(packing.slots, marks.shape[1])
 
 
-def _solve_nodes(
-    load: FloatArray, cluster: Cluster, num_slots: int, search: _Search, part: float
-) -> BoolArray:
+def _solve_nodes(load: FloatArray, cluster: Cluster, num_slots: int, part: float) -> BoolArray:
     """Return marks (L, E, R) from a two-step placement: experts on nodes, then on the ranks of each node.
 
     A fraction `part` of the spare slots gives the hottest experts a replica on every node, so that none of
@@ -233,7 +183,7 @@ def _solve_nodes(
     hottest = np.argsort(-load, axis=1, kind="stable")[:, :num_everywhere]
     np.put_along_axis(counts, hottest, num_nodes, axis=1)
     packing = pack(load, counts, num_nodes, -(-int(counts.sum(1).max()) // num_nodes))
-    node_slots = _fill_ranks(_swap(packing, load, search.rounds).slots, load)
+    node_slots = _fill_ranks(_swap(packing, load).slots, load)
     on_node = mark_slots(node_slots, num_experts).transpose(0, 2, 1)
     share = load / on_node.sum(1)
     slots = np.full((num_layers, num_nodes, cluster.ranks_per_node, num_slots), EMPTY)
@@ -241,7 +191,7 @@ def _solve_nodes(
     for number in np.unique(numbers):
         layers, nodes = np.nonzero(numbers == number)
         experts = np.nonzero(on_node[layers, nodes])[1].reshape(len(layers), number)
-        inner = _solve_ranks(share[layers[:, None], experts], cluster.ranks_per_node, num_slots, search).slots
+        inner = _solve_ranks(share[layers[:, None], experts], cluster.ranks_per_node, num_slots).slots
         named = np.take_along_axis(experts, np.maximum(inner, 0).reshape(len(layers), -1), axis=1)
         slots[layers, nodes] = np.where(inner == EMPTY, EMPTY, named.reshape(inner.shape))
     return mark_slots(slots.reshape(num_layers, cluster.num_ranks, num_slots), num_experts)

@@ -54,12 +54,11 @@ def improve(
     num_slots: int,
     *,
     max_moves: int | None = None,
-    gain_share: float = GAIN_SHARE,
 ) -> Improvement:
-    """Return the placement that sends the fewest experts for `gain_share` of the gain of `best`.
+    """Return the placement that sends the fewest experts for `GAIN_SHARE` of the gain of `best`.
 
     The gain is the reduction of the largest loads, summed over layers. `max_moves` limits the number of
-    experts sent over all layers. If that is too few for `gain_share`, the gain within the limit is
+    experts sent over all layers. If that is too few for `GAIN_SHARE`, the gain within the limit is
     maximized.
 
     Shapes: current and best (L, E, R); current within S slots per rank.
@@ -75,7 +74,7 @@ def improve(
     ]
     # A placement found by the local search may be better than `best`.
     total = sum(max(point.gain for point in frontier) for frontier in frontiers)
-    chosen = _choose(frontiers, total, max_moves, gain_share)
+    chosen = _choose(frontiers, total, max_moves)
     shape = current.shape[1:]
     marks = np.stack([_unpack(frontiers[row][point].packed, shape) for row, point in enumerate(chosen)])
     gained = sum(frontiers[row][point].gain for row, point in enumerate(chosen))
@@ -121,9 +120,7 @@ def _trace_frontier(
     return frontier
 
 
-def _choose(
-    frontiers: list[list[_Point]], total: float, max_moves: int | None, gain_share: float
-) -> list[int]:
+def _choose(frontiers: list[list[_Point]], total: float, max_moves: int | None) -> list[int]:
     """Return the point to take for each layer: fewest sends for the share of the gain, or the most gain.
 
     gains[m] is the largest gain of the layers so far with at most m sends.
@@ -144,7 +141,7 @@ def _choose(
             which[point.sends :][is_better] = position
         gains = after
         taken.append(which)
-    enough = np.flatnonzero(gains >= gain_share * total * (1 - 1e-12))
+    enough = np.flatnonzero(gains >= GAIN_SHARE * total * (1 - 1e-12))
     sends = int(enough[0]) if len(enough) else int(np.flatnonzero(gains >= gains[-1])[0])
     chosen: list[int] = []
     for frontier, which in zip(reversed(frontiers), reversed(taken), strict=True):

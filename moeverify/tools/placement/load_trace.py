@@ -23,7 +23,6 @@ class TraceHeader:
     `layers` holds the index of each MoE layer among the model's blocks. `num_sources` is the number of
     source ranks of tokens, 1 if the trace does not distinguish them. `model` is any name; traces of models
     with different names are not mixed. `top_k` is the number of experts per token, 0 if unknown.
-    `copy_bytes` is the size of one token copy sent to an expert, 0 if unknown.
 
     Raises: CaseError with all problems.
     """
@@ -33,7 +32,6 @@ class TraceHeader:
     num_sources: int = 1
     model: str = ""
     top_k: int = 0
-    copy_bytes: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -43,7 +41,7 @@ class TraceHeader:
             problems.append(
                 Problem(f"MoE layers {self.layers}: expected different indices from 0", path="layers")
             )
-        for name, least in (("num_experts", 1), ("num_sources", 1), ("top_k", 0), ("copy_bytes", 0)):
+        for name, least in (("num_experts", 1), ("num_sources", 1), ("top_k", 0)):
             if getattr(self, name) < least:
                 message = f"expected at least {least}, got {getattr(self, name)}"
                 problems.append(Problem(message, path=name))

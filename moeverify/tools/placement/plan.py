@@ -16,7 +16,6 @@ import numpy as np
 from moeverify.errors import CaseError, Problem
 from moeverify.tools.placement.cluster import Cluster
 from moeverify.tools.placement.cost import Cost, bound_load, measure_cost, measure_steps
-from moeverify.tools.placement.exact import ExactAnswer, Status, solve_exactly
 from moeverify.tools.placement.heuristic import solve
 from moeverify.tools.placement.incremental import improve
 from moeverify.tools.placement.load_trace import LoadTrace, TokenLoad, sum_steps
@@ -44,9 +43,8 @@ class Side:
 class PlacementPlan:
     """A new placement for a trace, and the current one.
 
-    `bound` (L) is a lower bound on the load of the heaviest rank under any placement. `statuses` has the
-    status of the exact solver for each layer and is empty without it. `gain_share` is the fraction of the
-    possible gain reached within `max_moves`, None without such a limit.
+    `bound` (L) is a lower bound on the load of the heaviest rank under any placement. `gain_share` is the
+    fraction of the possible gain reached within `max_moves`, None without such a limit.
     """
 
     trace: LoadTrace = field(repr=False)
@@ -57,7 +55,6 @@ class PlacementPlan:
     bound: FloatArray = field(repr=False)
     moves: tuple[Move, ...] = field(repr=False)
     seconds: float
-    statuses: tuple[Status, ...] = ()
     max_moves: int | None = None
     gain_share: float | None = None
     best_moves: int | None = None
@@ -81,16 +78,15 @@ def make_plan(
     current: Placement | None = None,
     trace_file: str = "",
     current_file: str = "",
-    exact_seconds: float | None = None,
     max_moves: int | None = None,
 ) -> PlacementPlan:
     """Return a better placement for a trace; the load of a layer's heaviest rank never increases.
 
     `current` is the placement in use, by default equal blocks. `trace_file` and `current_file` name both in
-    messages. `exact_seconds` is the time limit of the exact solver; None uses only the heuristic. With
-    `max_moves`, the fewest experts are sent that reach 95 % of the possible gain, and at most `max_moves`.
+    messages. With `max_moves`, the fewest experts are sent that reach 95 % of the possible gain, and at most
+    `max_moves`.
 
-    Raises: CaseError with all inconsistencies of the inputs; MachineError without SciPy.
+    Raises: CaseError with all inconsistencies of the inputs.
     """
     header = trace.header
     problems = list(_check(trace, cluster, num_slots, max_moves, trace_file))
@@ -105,8 +101,11 @@ def make_plan(
     load = sum_steps(trace, cluster)
     started = time.monotonic()
     old = mark(current)
-    answer = _search(load, cluster, num_slots, old, exact_seconds)
-    marks = _keep_better(old, answer.marks, load, cluster)
+    marks = solve(load, cluster, num_slots)
+    if load.is_even:
+        # Ranks are interchangeable here: number them so that most experts stay in place.
+        marks = move_to_current(marks, old, cluster)
+    marks = _keep_better(old, marks, load, cluster)
     gain_share = best_moves = None
     if max_moves is not None:
         improvement = improve(old, marks, load, cluster, num_slots, max_moves=max_moves)
@@ -120,28 +119,13 @@ def make_plan(
         num_slots,
         Side(current, measure_cost(old, load, cluster), measure_steps(old, trace, cluster)),
         Side(placement, measure_cost(marks, load, cluster), measure_steps(marks, trace, cluster)),
-        answer.bound,
+        bound_load(load, cluster, num_slots),
         list_moves(current, placement, cluster),
         seconds,
-        answer.statuses,
         max_moves,
         gain_share,
         best_moves,
     )
-
-
-def _search(
-    load: TokenLoad, cluster: Cluster, num_slots: int, old: BoolArray, exact_seconds: float | None
-) -> ExactAnswer:
-    """Return the heuristic's placement, improved by the exact solver if it has time; `old` is (L, E, R)."""
-    marks = solve(load, cluster, num_slots, effort="fast" if exact_seconds is None else "thorough")
-    if load.is_even:
-        # Ranks are interchangeable here: number them so that most experts stay in place.
-        marks = move_to_current(marks, old, cluster)
-    bound = bound_load(load, cluster, num_slots)
-    if exact_seconds is None:
-        return ExactAnswer(marks, bound, ())
-    return solve_exactly(load, cluster, num_slots, marks, seconds=exact_seconds, bound=bound, current=old)
 
 
 def _keep_better(old: BoolArray, new: BoolArray, load: TokenLoad, cluster: Cluster) -> BoolArray:
@@ -237,7 +221,6 @@ def plan_to_dict(plan: PlacementPlan) -> dict[str, Any]:
         "bound": plan.bound.tolist(),
         "gap": plan.gap,
         "seconds": plan.seconds,
-        "statuses": list(plan.statuses),
         "moves": [vars(move) for move in plan.moves],
     }
     if plan.max_moves is not None:

@@ -36,7 +36,7 @@ def _list_lines(plan: PlacementPlan, name: str) -> list[str]:
 
 
 def _describe(plan: PlacementPlan, name: str) -> list[str]:
-    """Return the lines about the inputs and the solver."""
+    """Return the lines about the inputs and the time."""
     header = plan.trace.header
     model = f" of {header.model}" if header.model else ""
     spare = plan.cluster.num_ranks * plan.num_slots - header.num_experts
@@ -51,26 +51,12 @@ def _describe(plan: PlacementPlan, name: str) -> list[str]:
     lines = [
         f"trace    {name}{model}: {', '.join(sizes)}; tokens {sources}",
         f"ranks    {plan.cluster.num_ranks} on {nodes}, {_count(plan.num_slots, 'slot')} each, {spare} spare",
-        f"solver   {_name_solver(plan)}, {plan.seconds:.2f} s",
+        f"solver   {plan.seconds:.2f} s",
     ]
     if plan.trace.num_lost_bytes:
         lost = f"{plan.trace.num_lost_bytes} bytes"
         lines.append(f"note     the last step of the trace is cut short, and left out ({lost})")
     return lines
-
-
-def _name_solver(plan: PlacementPlan) -> str:
-    if not plan.statuses:
-        return "heuristic"
-    optimal = plan.statuses.count("optimal")
-    family = "" if plan.cluster.num_nodes == 1 else " among hierarchical placements"
-    parts = [f"exact, {optimal} of {_count(len(plan.statuses), 'layer')} optimal{family}"]
-    parts += [
-        f"{plan.statuses.count(status)} {words}"
-        for status, words in (("time limit", "at the time limit"), ("too large", "too large for it"))
-        if status in plan.statuses
-    ]
-    return ", ".join(parts)
 
 
 def _compare(plan: PlacementPlan) -> list[str]:

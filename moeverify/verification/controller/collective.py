@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 from moeverify.errors import MachineError, RankFailure
@@ -16,7 +15,7 @@ from moeverify.verification.controller.machine import Machine
 from moeverify.verification.controller.scratch import scratch_folder
 from moeverify.verification.controller.tasks import Task, make_job, read_outcome, run_tasks
 from moeverify.verification.jobs import COLLECTIVE_WORKER, CollectiveJob, CollectiveResult
-from moeverify.verification.launch.plan import Backend, JobOutcome, LaunchEvent
+from moeverify.verification.launch.plan import Backend, JobOutcome
 
 TIMEOUT = 120.0
 """Timeout of the collective in seconds, including the creation of its group."""
@@ -31,8 +30,6 @@ def run_collective(
     backward: bool,
     device: Literal["auto", "cpu", "cuda"],
     backend: Backend,
-    entry: str = COLLECTIVE_WORKER,
-    on_event: Callable[[LaunchEvent], None] = lambda event: None,
 ) -> CollectiveRun | None:
     """Return the inputs, expected outputs and actual outputs of each rank.
 
@@ -50,11 +47,11 @@ def run_collective(
         found = list(
             run_tasks(
                 [Task(job, _read_values)],
-                entry=entry,
+                entry=COLLECTIVE_WORKER,
                 folder=folder,
                 device=machine.device,
                 backend=backend,
-                on_event=on_event,
+                on_event=lambda event: None,
             )
         )
     if not found:

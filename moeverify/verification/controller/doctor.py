@@ -1,22 +1,21 @@
 """Probes of this machine. Does not import torch in this process.
 
-Each probe that needs torch runs on real ranks in its own launch. A probe that crashes or hangs is therefore
-one row of the report and does not end it. Launches run concurrently and share one import of torch.
+The probes that need torch run on real ranks, as the jobs of one launch. A probe that crashes or hangs is one
+row of the report, and the others go on in a new launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
+from typing import Literal
 
 from moeverify.errors import MoeverifyError
 from moeverify.report.words.failure import describe_failure
 from moeverify.report.words.probe import word_answer, word_gpus, word_host, word_obstacle
-from moeverify.results.probe import Answer, Probe, ProbeEvent, ProbeOutcome, ProbeRow
+from moeverify.results.probe import Answer, Probe, ProbeOutcome, ProbeRow
+from moeverify.results.run import Event
 from moeverify.verification.controller.installed import find_installed
 from moeverify.verification.controller.machine import (
     count_cores,
@@ -27,14 +26,11 @@ from moeverify.verification.controller.machine import (
 from moeverify.verification.controller.scratch import scratch_folder
 from moeverify.verification.controller.tasks import make_job, read_outcome
 from moeverify.verification.jobs import PROBE_WORKER, ProbeJob, ProbeResult
-from moeverify.verification.launch.forked_agents import AgentServer
 from moeverify.verification.launch.launcher import run_jobs
-from moeverify.verification.launch.plan import Device, JobOutcome
+from moeverify.verification.launch.plan import Device, JobOutcome, LaunchEvent
 
 PROBE_TIMEOUTS: dict[Device, float] = {"cpu": 8.0, "cuda": 15.0}
-"""Seconds per probe, counted from the time its ranks are up. A hanging probe does not delay the others."""
-_MOST_AT_ONCE = 8
-_AT_ONCE_ON_GPUS = 2  # a CUDA context takes half a GiB of GPU memory
+"""Seconds per probe, counted from the time its ranks are up. A hanging probe is tried again after the others."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,6 @@ class Examination:
         cores = count_cores()
         num_gpus = count_gpus()
         self._tries: Mapping[Device, Sequence[Try]] = {"cpu": CPU_TRIES, "cuda": list_gpu_tries(num_gpus)}
-        self._at_once: Mapping[Device, int] = {"cpu": min(cores, _MOST_AT_ONCE), "cuda": _AT_ONCE_ON_GPUS}
         host = [*word_host(describe_environment("cpu"), cores, find_limit("cpu")), *find_installed()]
         gpus = word_gpus(num_gpus)
         self._found = {row.name: row for row in (*host, gpus)}
@@ -97,68 +92,54 @@ class Examination:
         """Return the names of the rows that are not known yet."""
         return [name for name in self.names if name not in self._found]
 
-    def run(self, on_event: Callable[[ProbeEvent], None] = lambda event: None) -> None:
+    def run(self, on_event: Callable[[Event], None] = lambda event: None) -> None:
         """Run the probes that need ranks. Store and emit each row when it is known."""
+
+        def emit(kind: Literal["case-start", "case-end"], name: str, row: ProbeRow | None = None) -> None:
+            num_done, num_total = len(self.rows), len(self.names)
+            on_event(Event(kind=kind, case=name, row=row, num_done=num_done, num_total=num_total))
+
         for device, tries in self._tries.items():
-            with closing(run_probes(tries, device, at_once=self._at_once[device])) as events:
-                for event in events:
-                    if event.row is not None:
-                        self._found[event.name] = event.row
-                    on_event(event)
+            with closing(run_probes(tries, device, on_start=lambda name: emit("case-start", name))) as rows:
+                for row in rows:
+                    self._found[row.name] = row
+                    emit("case-end", row.name, row)
 
 
 def run_probes(
-    tries: Sequence[Try], device: Device, entry: str = PROBE_WORKER, *, at_once: int = 1
-) -> Generator[ProbeEvent]:
-    """Yield an event when a probe begins, and another with its row when it ends.
+    tries: Sequence[Try],
+    device: Device,
+    entry: str = PROBE_WORKER,
+    *,
+    on_start: Callable[[str], None] = lambda name: None,
+) -> Generator[ProbeRow]:
+    """Yield the row of each probe when it ends. `on_start` gets the name of each probe that begins.
 
-    `at_once` probes run together.
-
-    Each probe has its own processes and timeout. A probe that hangs is repeated once at the end, alone and
-    with twice the timeout, because a busy machine may make it hang. Closing the iterator ends the running
-    probes.
+    A probe that hangs is repeated once at the end with twice the timeout, because a busy machine may make it
+    hang. Closing the iterator ends the running probe.
     """
-    if not tries:
-        return
-    told: SimpleQueue[tuple[Try, JobOutcome | Exception | None]] = SimpleQueue()
-    # The contexts exit in reverse order: once the agents are gone, the threads have nothing left to wait
-    # for.
-    with scratch_folder() as folder, ThreadPoolExecutor(at_once) as pool, AgentServer() as agents:
 
-        def probe(each: Try, timeout: float, folder: Path) -> None:
-            told.put((each, None))
-            job = make_job(each.name, each.num_ranks, timeout, ProbeJob(probe=each.probe))
+    def watch(event: LaunchEvent) -> None:
+        if event.kind == "start":
+            on_start(event.job)
+
+    left = {each.name: each for each in tries}
+    with scratch_folder() as folder:
+        for turn in (1, 2):
+            asked = list(left.values())
+            timeout = turn * PROBE_TIMEOUTS[device]
+            jobs = [
+                make_job(each.name, each.num_ranks, timeout, ProbeJob(probe=each.probe)) for each in asked
+            ]
+            outcomes = run_jobs(jobs, entry=entry, folder=folder / f"{turn}", device=device, on_event=watch)
             try:
-                (outcome,) = run_jobs([job], entry=entry, folder=folder, device=device, start=agents.start)
-                told.put((each, outcome))
-            except Exception as error:
-                told.put((each, error))
-
-        timeout = PROBE_TIMEOUTS[device]
-        for number, each in enumerate(tries):
-            pool.submit(probe, each, timeout, folder / f"{number}")
-        hung = []
-        for _ in range(2 * len(tries)):
-            each, end = told.get()
-            if isinstance(end, JobOutcome) and end.state == "hung":
-                hung.append(each)
-            else:
-                yield _make_event(each, end)
-        for number, each in enumerate(hung):
-            pool.submit(probe, each, 2 * timeout, folder / f"again-{number}")
-            yield _make_event(*told.get())
-            yield _make_event(*told.get())
-
-
-def _make_event(asked: Try, end: JobOutcome | Exception | None) -> ProbeEvent:
-    """Return the event of a probe that has started, or that has ended with `end`."""
-    if end is None:
-        return ProbeEvent(name=asked.name)
-    if isinstance(end, JobOutcome):
-        return ProbeEvent(name=asked.name, row=_make_row(asked, _read(end)))
-    if isinstance(end, MoeverifyError | OSError):
-        return ProbeEvent(name=asked.name, row=word_obstacle(asked.name, end))
-    raise end
+                with closing(outcomes):
+                    for outcome in outcomes:
+                        if outcome.state != "hung" or turn == 2:
+                            yield _make_row(left.pop(outcome.job), _read(outcome))
+            except (MoeverifyError, OSError) as error:
+                yield from (word_obstacle(name, error) for name in left)
+                return
 
 
 def _make_row(asked: Try, answer: Answer) -> ProbeRow:

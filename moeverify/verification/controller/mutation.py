@@ -14,13 +14,12 @@ from moeverify.cases.axes.stages import count_stages, end_ranks
 from moeverify.cases.schema import Case, Precision
 from moeverify.cases.validation.rules import validate
 from moeverify.faults.mutation.coverage import read_spans
-from moeverify.faults.mutation.judgement import judge
 from moeverify.faults.mutation.mutant import Mutant, choose_mutants, find_mutant, list_mutants
-from moeverify.faults.mutation.reviewed import BY_HAND, EQUIVALENT
+from moeverify.faults.mutation.reviewed import EQUIVALENT
 from moeverify.faults.mutation.sites import DATA_AXES
 from moeverify.faults.setting import make_case
 from moeverify.report.words.cause import describe_cause
-from moeverify.results.mutation import CoveredCode, MutantJudgement, MutantRow, Outcome, Span
+from moeverify.results.mutation import CoveredCode, MutantRow, Outcome, Span
 from moeverify.results.run import CaseResult
 from moeverify.verification.controller.clean_matrix import LAYOUTS
 from moeverify.verification.controller.escalation import (
@@ -106,7 +105,7 @@ MOST_LAYOUTS = 8
 class MutationOptions:
     """Which mutants to run: `names`, or `number` of those that some layout executes, chosen by `seed`.
 
-    The seed also divides the mutants into two halves. `keep` is a folder of earlier results, from which the
+    `keep` is a folder of earlier results, from which the
     run resumes. With `precision` all layouts compute in it, otherwise each in its own, mostly float64. With
     `escalates`, findings without a cause and passing mutants are run in wider precisions, as in `moeverify
     run`.
@@ -140,7 +139,7 @@ class RanMutants:
 
 
 def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) -> RanMutants:
-    """Measure the coverage of the layouts, run each mutant, and judge the findings.
+    """Measure the coverage of the layouts, and run each mutant.
 
     Raises: CaseError when a name is unknown, or when stored rows are from other code or another machine.
     """
@@ -156,11 +155,11 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
     everything, cases = list_mutants(), list_cases_in(how.precision)
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]
     chosen = named or choose_mutants(reached, how.number, how.seed)
-    run = MutationRun(chosen, covered, how.seed, rows, how.precision)
-    run.execute(options, on_event, escalates=how.escalates)
+    run = MutationRun(chosen, covered, rows, how.precision)
+    found = run.execute(options, on_event, escalates=how.escalates)
     left_out = tuple(name for name in list_cases() if name not in cases)
     num_unreached = len(everything) - len(reached)
-    return RanMutants(run.judge_rows(), environment, len(everything), num_unreached, left_out)
+    return RanMutants(found, environment, len(everything), num_unreached, left_out)
 
 
 @cache
@@ -316,14 +315,12 @@ class MutationRun:
         self,
         mutants: Sequence[Mutant],
         covered: Sequence[CoveredCode],
-        seed: int,
         kept: KeptRows[MutantRow],
         precision: Precision | None = None,
     ) -> None:
         self._mutants = {mutant.name: mutant for mutant in mutants}
         self._precision = precision
         self._cases = list_cases_in(precision)
-        self._seed = seed
         self._kept = kept
         self._tried: dict[str, list[str]] = {name: [] for name in self._mutants}
         known = [row for row in covered if row.name in self._cases]
@@ -395,7 +392,6 @@ class MutationRun:
             line=mutant.line,
             before=mutant.before,
             after=mutant.after,
-            counted_only=mutant.is_counted_only(self._seed),
             cases=tuple(self._tried[name]),
             outcome=outcome,
         )
@@ -412,24 +408,6 @@ class MutationRun:
                 "seconds": result.seconds,
             }
         )
-
-    def judge_rows(self) -> list[MutantRow]:
-        """Return the rows of all decided mutants, each with a judgement of its findings.
-
-        Stored rows are judged again, since rules and manual reviews may have changed.
-        """
-        rows = [self._kept.rows[name] for name in self._mutants if name in self._kept.rows]
-        return [row.model_copy(update={"judgement": self._judge(row)}) for row in rows]
-
-    def _judge(self, row: MutantRow) -> MutantJudgement:
-        if row.outcome != "detected" or row.finding is None:
-            return MutantJudgement()
-        found = judge(self._mutants[row.name], self._cases[row.cases[-1]], row.finding)
-        by_hand = BY_HAND.get((row.name, row.said))
-        if found.cause == "open" and by_hand is not None:
-            verdict, reason = by_hand
-            return found.model_copy(update={"cause": verdict, "because": reason, "by_hand": True})
-        return found
 
 
 def _without_folder(text: str) -> str:

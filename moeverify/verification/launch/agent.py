@@ -48,9 +48,9 @@ def main() -> None:
     run_agent(plan_path)
 
 
-def prepare(entry: str, device: str, search_path: Sequence[str] = ()) -> None:
+def prepare(entry: str, device: str) -> None:
     """Set up this process and import everything that agents of an entry and a device, and their ranks, need."""
-    _set_up(device, search_path)
+    _set_up(device, ())
     with contextlib.suppress(Exception):  # the launch itself reports the error
         preload(entry, device)
 

@@ -1,8 +1,7 @@
 """Server process that forks the agents of many launches, so that they share one import.
 
-`python -m moeverify.verification.launch.agent_server fd:NUMBER PARENT` serves one controller on an inherited
-socket, see `forked_agents`. `... agent_server SOCKET DEVICE SECONDS` listens on a socket file and serves all
-controllers of this user, see `warm`. Each agent leads its own session and is killed when the server ends or
+`python -m moeverify.verification.launch.agent_server SOCKET DEVICE SECONDS` listens on a socket file and serves
+all controllers of this user, see `warm`. Each agent leads its own session and is killed when the server ends or
 its controller closes the agent's socket.
 """
 
@@ -30,51 +29,39 @@ _LONGEST = 1 << 16
 
 def main() -> None:
     """Serve on the socket that the arguments name, and run an agent in each forked process."""
-    place = sys.argv[1]
-    if place.startswith("fd:"):
-        die_with(int(sys.argv[2]))
-        server = _Server({socket.socket(fileno=int(place.removeprefix("fd:")))})
-    else:
-        prepare(WORKER, sys.argv[2])
-        server = _listen(Path(place), float(sys.argv[3]))
-        process = os.fork()
-        if process:
-            os.write(1, f"{process}\n".encode())
-            os._exit(0)
-    plan = server.serve()
+    place, device, idle = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    prepare(WORKER, device)
+    listener = _listen(place)
+    process = os.fork()
+    if process:
+        os.write(1, f"{process}\n".encode())
+        os._exit(0)
+    plan = _Server(listener, place, idle).serve()
     if plan is not None:  # this process is a forked agent
         run_agent(plan)
 
 
-def _listen(place: Path, idle: float) -> _Server:
-    """Return a server on a socket file. Only this user can connect: the folder has mode 700."""
+def _listen(place: Path) -> socket.socket:
+    """Return a listener on a socket file. Only this user can connect: the folder has mode 700."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     place.unlink(missing_ok=True)  # of a server that was killed
     with short_path(place) as path:
         listener.bind(path)
     listener.listen()
-    return _Server(set(), listener, place, idle)
+    return listener
 
 
 class _Server:
-    """The loop of the server: one process for the agents of all `requests`.
+    """The loop of the server: one process for the agents of all controllers.
 
-    Without a `listener`, the server ends when its request socket is closed. With one, it ends after `idle`
-    seconds without an agent or a request, and removes `place`.
+    The server ends after `idle` seconds without an agent or a request, and removes `place`.
     """
 
-    def __init__(
-        self,
-        requests: set[socket.socket],
-        listener: socket.socket | None = None,
-        place: Path | None = None,
-        idle: float = 0.0,
-    ) -> None:
-        self._requests = requests
+    def __init__(self, listener: socket.socket, place: Path, idle: float) -> None:
         self._listener = listener
         self._place = place
         self._idle = idle
-        self._is_prepared = listener is not None
+        self._requests: set[socket.socket] = set()
         self._agents: dict[socket.socket, int] = {}
         self._running: set[socket.socket] = set()
         self._last_used = time.monotonic()
@@ -86,7 +73,7 @@ class _Server:
         then the kernel cannot reuse the process id.
         """
         while True:
-            waited = [*self._requests, *self._agents, *([self._listener] if self._listener else [])]
+            waited = [self._listener, *self._requests, *self._agents]
             for ready in select.select(waited, [], [], _POLL if self._running else 1.0)[0]:
                 if ready is self._listener:
                     self._requests.add(ready.accept()[0])
@@ -100,8 +87,7 @@ class _Server:
                 self._last_used = time.monotonic()
             self._report_ends()
             if self._is_over():
-                if self._place is not None:
-                    self._place.unlink(missing_ok=True)
+                self._place.unlink(missing_ok=True)
                 return None
 
     def _answer(self, request: socket.socket) -> Path | None:
@@ -114,14 +100,10 @@ class _Server:
             request.close()
             return None
         plan_path = Path(data.decode())
-        if not self._is_prepared:
-            plan = LaunchPlan.read(plan_path)
-            prepare(plan.entry, plan.device, plan.search_path)
-            self._is_prepared = True
         server, (control_end, log, environment) = os.getpid(), streams
         pid = os.fork()
         if pid == 0:
-            for each in (*self._requests, *self._agents, *([self._listener] if self._listener else [])):
+            for each in (self._listener, *self._requests, *self._agents):
                 each.close()
             _become_agent(server, control_end, log)
             adopt(LaunchPlan.read(plan_path), environment)
@@ -143,8 +125,6 @@ class _Server:
                 self._running.discard(control)
 
     def _is_over(self) -> bool:
-        if self._listener is None:
-            return not self._requests
         return not self._agents and time.monotonic() - self._last_used >= self._idle
 
 

@@ -20,15 +20,14 @@ def run_jobs(
     device: Device = "cpu",
     backend: Backend = "auto",
     on_event: Callable[[LaunchEvent], None] | None = None,
-    start: StartAgent | None = None,
     start_limit: float = 0.0,
 ) -> Generator[JobOutcome, None, None]:
     """Run the jobs in order, in as few launches as possible, and yield each outcome as soon as it is known.
 
     `entry` is a module name, or a path that ends in `.py`. As the main module, it must call
     `rank.serve(sys.argv[1], run_job)`. A launch has as many ranks as its largest job needs. All files are
-    written below `folder`, which must not contain another run. `start` starts the agent of each launch; see
-    `AgentServer` for many launches. By default a warm server does, if one serves, and otherwise a new process.
+    written below `folder`, which must not contain another run. A warm server starts the agent of each launch, if one
+    serves, and otherwise a new process.
     `start_limit` raises the limit until the ranks of a launch are up. Units: seconds.
 
     Closing the iterator ends all ranks, as does an exception such as KeyboardInterrupt while it waits. If
@@ -52,8 +51,7 @@ def run_jobs(
             first=first,
             search_path=tuple(sys.path),
         )
-        start_it = start or _start_quickest(device)
-        monitor = LaunchMonitor(plan, launch, watch, start_it, start_limit=start_limit)
+        monitor = LaunchMonitor(plan, launch, watch, _start_quickest(device), start_limit=start_limit)
         yield from monitor.follow()
         first += monitor.num_over
         if monitor.num_over:

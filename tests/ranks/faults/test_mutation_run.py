@@ -42,14 +42,13 @@ def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, 
     mutants = [find_mutant(name) for name in (CRASH, NORM, SAME)]
     here = {"torch": "?"}
     kept = KeptRows(tmp_path / "rows", here, MutantRow)
-    run = MutationRun(mutants, covered, 0, kept)
+    run = MutationRun(mutants, covered, kept)
     crash, norm, same = run.execute(options, ignore)
     assert (crash.outcome, norm.outcome) == ("crashed", "detected")
     assert same.outcome in ("survived", "equivalent")
     assert (norm.finding.code, norm.finding.place.axes, norm.cases) == ("norm", ("pp",), ("pp",))
     assert norm.loss_and_norm
-    assert run.judge_rows()[1].judgement.cause == "right"
-    again = MutationRun(mutants, covered, 0, KeptRows(tmp_path / "rows", here, MutantRow))
+    again = MutationRun(mutants, covered, KeptRows(tmp_path / "rows", here, MutantRow))
 
     def never(event):
         raise AssertionError("nothing is to be run")
@@ -58,7 +57,7 @@ def test_each_mutant_ends_for_itself_and_what_is_kept_is_not_run_again(covered, 
 
 
 def test_code_that_no_layout_executes_runs_no_mutant(options):
-    run = MutationRun([find_mutant(NORM)], [], 0, KeptRows(None, {}, MutantRow))
+    run = MutationRun([find_mutant(NORM)], [], KeptRows(None, {}, MutantRow))
     (row,) = run.execute(options, ignore)
     assert (row.outcome, row.cases) == ("not executed", ())
 

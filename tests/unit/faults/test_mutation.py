@@ -1,4 +1,4 @@
-"""Mutants: made from the syntax tree alone, run in memory, undone, and judged by rules about their place."""
+"""Mutants: made from the syntax tree alone, run in memory, and undone."""
 
 import ast
 from collections import Counter
@@ -12,7 +12,6 @@ from moeverify.faults.injection import check_fault, injected
 from moeverify.faults.mutation import mutant as mutants
 from moeverify.faults.mutation.apply import mutated
 from moeverify.faults.mutation.coverage import executed_spans, list_spans_of_file, read_spans, write_spans
-from moeverify.faults.mutation.judgement import judge
 from moeverify.faults.mutation.mutant import ROOT, choose_mutants, find_mutant, list_mutants
 from moeverify.faults.mutation.operators import OPERATORS
 from moeverify.faults.setting import make_case
@@ -21,10 +20,10 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
-from moeverify.results.mutation import CoveredCode, MutantJudgement, MutantRow
-from moeverify.results.operation import Altered, Rounded, Scaled, Unreduced
-from moeverify.results.part import WHOLE, Contribution, Part
-from moeverify.results.place import Place, Stage
+from moeverify.results.mutation import CoveredCode, MutantRow
+from moeverify.results.operation import Altered, Scaled
+from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, Event, RunResult
 from moeverify.verification.controller import escalation
 from moeverify.verification.controller import mutation as controller
@@ -61,8 +60,6 @@ def test_a_seed_chooses_the_same_mutants_of_all_operators_and_parts_them():
     assert [m.name for m in chosen] == [m.name for m in choose_mutants(list(reversed(found)), 80, seed=3)]
     assert {m.operator for m in chosen} == set(OPERATORS)
     assert [m.name for m in chosen] != [m.name for m in choose_mutants(found, 80, seed=4)]
-    num_counted = sum(m.is_counted_only(3) for m in found)
-    assert 0.4 < num_counted / len(found) < 0.6
 
 
 @pytest.mark.slow
@@ -256,108 +253,28 @@ def scale(*products, part=WHOLE, value=2.0):
     return Scaled(contributions=(Contribution(part=part, factor=Factor(value=value, equals=products)),))
 
 
-def test_the_right_axis_is_right_and_another_is_wrong():
-    mutant = pick("_parallelize_latent", "other-placement")
-    right = judge(mutant, TP, find(Cause.SCALE, scale(Product(times=("tp",)))))
-    assert (right.cause, right.located) == ("right", True)
-    layout = make_case("both", tp=2, dp_shard=2)
-    wrong = judge(mutant, layout, find(Cause.SCALE, scale(Product(times=("dp_shard",)))))
-    assert (wrong.cause, wrong.located) == ("wrong", False)
-    both = scale(Product(times=("dp_shard",)), Product(times=("tp",)))
-    assert judge(mutant, layout, find(Cause.SCALE, both)).cause == "right"
-
-
-def test_rounding_is_right_of_a_dtype_alone():
-    rounded = find(Cause.ROUNDING, Rounded(dtype="bfloat16", is_representable=True))
-    assert judge(pick("RingExchangeCore.__call__", "narrow-dtype"), TP, rounded).cause == "right"
-    assert judge(pick("RingExchangeCore.__call__", "off-by-one"), TP, rounded).cause == "wrong"
-
-
-def test_an_axis_is_no_cause_of_a_denominator_that_counts_rows():
-    rows = next(
-        m for m in list_mutants() if m.function == "_balance" and "num_rows" in m.before and "/ b" not in m.after
-        and m.operator == "other-denominator"
-    )  # fmt: skip
-    part = Part(term="balance")
-    axis = find(Cause.TERM_SCALE, scale(Product(over=("tp",)), part=part, value=0.5))
-    assert judge(rows, TP, axis).cause == "wrong"
-    both = scale(Product(over=("tp",)), Product(over=("rows of the batch",)), part=part, value=0.5)
-    assert judge(rows, TP, find(Cause.TERM_SCALE, both)).cause == "right"
-
-
-def test_what_hands_data_on_is_found_at_the_data():
-    place = find(Cause.DATA, Altered()).model_copy(
-        update={"place": Place(stage=Stage.DATA), "explanation": None}
-    )
-    for function in ("reference_losses", "run_pipeline", "Pipeline.run"):
-        assert judge(
-            pick(function, "off-by-one" if function != "run_pipeline" else "skip-statement"), TP, place
-        ).located
-    assert not judge(pick("cross_entropy", "narrow-dtype"), TP, place).located
-
-
-def test_a_cause_that_is_right_is_located():
-    mutant = next(m for m in list_mutants() if m.function == "sums_of" and m.operator == "other-group")
-    summed = find(
-        Cause.STATE, Unreduced(axes=(Product(times=("tp",)),), num_replicas=2, factor=Factor(value=1.0))
-    )
-    judged = judge(mutant, TP, summed)
-    assert (judged.cause, judged.located) == ("right", True)
-
-
-def test_a_module_is_a_place_where_the_code_runs_and_wrong_elsewhere():
-    mutant = pick("order_by_expert", "off-by-one")
-    here = find(Cause.FORWARD, Altered(), quantity=Quantity.OUTPUT, module="layers.1.moe.dispatcher")
-    there = find(Cause.FORWARD, Altered(), quantity=Quantity.OUTPUT, module="layers.1.attention")
-    assert judge(mutant, TP, here).cause == "place"
-    assert judge(mutant, TP, there).cause == "wrong"
-    assert judge(mutant, TP, here.model_copy(update={"explanation": None, "code": ""})).cause == "none"
-
-
-def row(name, outcome, cause="", *, counted=False, **fields):
+def row(name, outcome, **fields):
     content = {"operator": "stale", "file": "a.py", "line": 1, "before": "x", "after": "y"}
-    judgement = MutantJudgement(cause=cause, located=True if cause else None)
-    return MutantRow(
-        name=name, outcome=outcome, judgement=judgement, counted_only=counted, **{**content, **fields}
-    )
+    return MutantRow(name=name, outcome=outcome, **{**content, **fields})
 
 
-def test_the_table_counts_the_halves_apart_and_shows_what_went_wrong_first():
+def test_the_table_counts_outcomes_and_the_page_shows_survivors_first():
     rows = [
-        row("a", "detected", "right", loss_and_norm=True),
-        row("b", "detected", "wrong", counted=True),
+        row("a", "detected", loss_and_norm=True),
+        row("b", "detected"),
         row("c", "crashed"),
-        row("d", "survived", counted=True),
+        row("d", "survived"),
         row("e", "equivalent"),
     ]
-    _, _, looked, counted, both = (
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in summarize_mutants(rows)
-    )
-    assert looked[:2] == ["looked at", "3"]
-    assert counted[:2] == ["counted", "2"]
-    assert both[5:] == ["1", "2", "1", "0", "1", "2 of 2", "1", "0", "0", "1", "0"]
+    *_, counts = ([cell.strip() for cell in line.split("|")[1:-1]] for line in summarize_mutants(rows))
+    assert counts == ["5", "0", "0", "0", "1", "2", "1", "0", "1"]
     rates = describe_rates(rows)
     assert rates[0].startswith("killed: 3 of 4")
-    assert rates[2] == "cause wrong: 1 of 2"
+    assert rates[2].startswith("seen by losses and gradient norm at 1e-3: 1 of 2")
     environment = dict.fromkeys(("torch", "python", "device", "cores"), "?")
     page = write_mutants(rows, environment, "moeverify faults mutate", (9, 2))
     names = [line.split("`")[1] for line in page.split("\n") if line.startswith("| `")]
-    assert names == ["d", "b", "a", "c", "e"]
-
-
-def test_a_hand_judgement_holds_for_the_words_that_it_was_made_for(monkeypatch):
-    mutant = pick("Pipeline.run", "skip-statement")
-    finding = find(Cause.STATE, Altered(), quantity=Quantity.BUFFER)
-    said = row(mutant.name, "detected", cases=("pp",), finding=finding, said="it is so")
-    kept = KeptRows(None, {}, MutantRow)
-    kept.add(said)
-    run = controller.MutationRun([mutant], [], 0, kept)
-    assert run.judge_rows()[0].judgement.cause == "open"
-    monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it is so"): ("wrong", "it is not")})
-    judged = run.judge_rows()[0].judgement
-    assert (judged.cause, judged.because, judged.by_hand) == ("wrong", "it is not", True)
-    monkeypatch.setattr(controller, "BY_HAND", {(mutant.name, "it was so"): ("wrong", "it is not")})
-    assert run.judge_rows()[0].judgement.cause == "open"
+    assert names == ["d", "a", "b", "c", "e"]
 
 
 def test_to_round_to_what_a_recipe_computes_in_is_no_bug_of_it():
@@ -392,7 +309,7 @@ def test_what_is_no_bug_in_a_precision_and_what_no_layout_of_it_executes_do_not_
     rounded = pick("RingExchangeCore.__call__", "narrow-dtype")
     heads = pick("_parallelize_latent", "other-placement")
     covered = [cover("latent tp", each) for each in (rounded, heads)]
-    run = controller.MutationRun([rounded, heads], covered, 0, KeptRows(None, {}, MutantRow), "mixed")
+    run = controller.MutationRun([rounded, heads], covered, KeptRows(None, {}, MutantRow), "mixed")
     rows = run.execute(RunOptions(), lambda event: None)
     assert [each.outcome for each in rows] == ["no bug", "not executed"]
     assert all(each.cases == () for each in rows)
@@ -421,7 +338,7 @@ def test_wider_precisions_are_asked_of_what_has_no_cause(monkeypatch):
     monkeypatch.setattr(escalation, "run_cases", answer)
     for escalates, cause in ((True, Cause.SCALE), (False, Cause.BACKWARD)):
         ran.clear()
-        run = controller.MutationRun([mutant], covered, 0, KeptRows(None, {}, MutantRow), "bfloat16")
+        run = controller.MutationRun([mutant], covered, KeptRows(None, {}, MutantRow), "bfloat16")
         (row,) = run.execute(RunOptions(), lambda event: None, escalates=escalates)
         assert (row.outcome, row.cases, row.finding.code) == ("detected", ("tp",), cause.value)
         wider = ["float32", "float64"] if escalates else []
@@ -451,7 +368,7 @@ def test_what_passes_in_a_layout_is_asked_in_float64(monkeypatch):
     monkeypatch.setattr(escalation, "run_cases", answer)
     for escalates, outcome in ((True, "detected"), (False, "survived")):
         ran.clear()
-        run = controller.MutationRun([mutant], covered, 0, KeptRows(None, {}, MutantRow), "bfloat16")
+        run = controller.MutationRun([mutant], covered, KeptRows(None, {}, MutantRow), "bfloat16")
         (row,) = run.execute(RunOptions(), lambda event: None, escalates=escalates)
         assert (row.outcome, row.cases) == (outcome, ("tp",))
         wider = ["float64"] if escalates else []

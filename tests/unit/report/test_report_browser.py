@@ -14,11 +14,10 @@ from PIL import Image
 from report_cases import EXPERTS, WITHOUT_PICTURES, make_failing
 from test_operator_page import make_table
 
-from moeverify.report import fault_page, operator_page
+from moeverify.report import operator_page
 from moeverify.report.formats.html import format_page
 from moeverify.report.pictures.registry import draw_case
 from moeverify.report.pictures.theme import PALETTE
-from moeverify.results.benchmark_rows import FaultRow
 
 Load = Callable[[str], tuple[str, list[str]]]
 
@@ -85,23 +84,6 @@ def test_the_page_as_it_is_runs_its_script(load: Load, page: str) -> None:
     for name, picture in draw_case(make_failing()):
         assert f'id="case-1-{name}-title"' in elements
         assert f"<figcaption>{escape(picture.caption, quote=False)}</figcaption>" in elements
-
-
-def test_the_page_of_the_faults_has_its_rows_and_its_picture(load: Load, tmp_path: Path) -> None:
-    marks = {"detected": True, "located": True, "cause_named": False}
-    said = {
-        "loss_curve": False,
-        "is_moe": True,
-        "verdict": "mismatch",
-        "title": "a bug",
-        "source": "somewhere",
-    }
-    rows = [FaultRow.model_validate({"number": f"A{at:02}", **said, **marks}) for at in range(1, 4)]
-    fault_page.write(rows, tmp_path / "faults.html", {"torch": "2.13"}, "moeverify faults run A")
-    elements, console = load((tmp_path / "faults.html").read_text())
-    assert console == []
-    assert "3 shown of 3" in elements
-    assert elements.count('<th scope="row">') == 3
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

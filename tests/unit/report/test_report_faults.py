@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moeverify.report import fault_page
 from moeverify.report.faults import render_faults, write_clean, write_faults, write_json
 from moeverify.report.markdown import make_markdown_table
 from moeverify.results.benchmark_rows import CleanRow, FaultRow
@@ -86,29 +84,6 @@ def test_the_rows_in_json_have_all_marks_and_no_finding(rows: list[FaultRow]) ->
         ("A03", False, False),
     ]
     assert not any("finding" in each for each in written["faults"])
-
-
-def test_the_page_in_html_has_the_rates_the_picture_and_a_row_for_each_fault(
-    rows: list[FaultRow], tmp_path: Path
-) -> None:
-    evil = rows[0].model_copy(update={"title": "<script>alert(1)</script>", "number": "A00"})
-    fault_page.write([*rows, evil], tmp_path / "faults.html", ENVIRONMENT, "moeverify faults run A")
-    page = (tmp_path / "faults.html").read_text()
-    assert "<li>detected: 3 of 4" in page
-    assert 'id="faults-title"' in page
-    assert "moeverify faults run A</pre>" in page
-    cells = [
-        re.findall(r"<td[^>]*>(.*?)</td>", line)
-        for line in page.splitlines()
-        if '<tr><th scope="row">' in line
-    ]
-    assert [row[1:6] for row in cells] == [
-        ["yes", "yes", "yes", "yes", "0"],
-        ["yes", "yes", "yes", "no", "init"],
-        ["no", "no", "no", "no", ""],
-        ["yes", "yes", "yes", "yes", "0"],
-    ]
-    assert page.count("<script") == 1
 
 
 def test_the_table_on_the_console(rows: list[FaultRow], print_at: Any) -> None:

@@ -14,16 +14,13 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from report_cases import EXPERTS, MESH, TIMELINE, WITHOUT_PICTURES, make_failing
 
-from moeverify.report.formats.plots import write_faults
 from moeverify.report.formats.registry import write_run
 from moeverify.report.pictures import heat_map, mesh
-from moeverify.report.pictures.fault_matrix import find_level
 from moeverify.report.pictures.heat_map import find_level as find_heat
 from moeverify.report.pictures.heat_map import split_name
 from moeverify.report.pictures.picture import Picture, drawing, format_png, format_svg
 from moeverify.report.pictures.registry import draw_case, draw_run
 from moeverify.report.pictures.theme import COLORS, PALETTE
-from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.error_map import ErrorMap
 from moeverify.results.mesh import MeshShape
 from moeverify.results.run import RunResult
@@ -161,36 +158,6 @@ def test_the_pairs_of_checkpoints_are_a_matrix(tmp_path: Path) -> None:
     assert "saved by single, loaded by fsdp2: gradient +1" in picture.caption
     faces = [patch.get_facecolor() for patch in picture.figure.axes[0].patches]
     assert len(set(faces)) == 4
-
-
-def test_a_fault_has_the_colour_of_what_was_said_of_it(tmp_path: Path) -> None:
-    said = {"A01": (1, 1, 1), "A02": (1, 1, 0), "A03": (1, 0, 0), "B01": (0, 0, 0)}
-    rows = [make_row(number, *map(bool, marks)) for number, marks in said.items()]
-    rows.append(make_row("B02", detected=False, located=False, named=False, verdict="skipped"))
-    write_faults(rows, tmp_path)
-    with Image.open(tmp_path / "faults.png") as image:
-        said_below = image.info["Description"]
-    missed = "Of 4 faults 3 are detected, 2 located and 1 named. Not detected: B01. 1 fault skipped."
-    assert said_below == missed
-    assert [find_level(row) for row in rows] == [0, 1, 2, 3, 4]
-
-
-def make_row(number: str, detected: bool, located: bool, named: bool, verdict: str = "mismatch") -> FaultRow:
-    return FaultRow.model_validate(
-        {
-            "number": number,
-            "title": "a bug",
-            "source": "somewhere",
-            "is_moe": True,
-            "verdict": verdict,
-            "detected": detected,
-            "located": located,
-            "cause_named": named,
-            "loss_curve": False,
-            "loss_and_norm": False,
-            "seconds": 1.0,
-        }
-    )
 
 
 def test_the_load_names_the_busiest_expert(pictures: dict[str, Picture]) -> None:

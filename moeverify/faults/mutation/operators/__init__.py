@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from moeverify.faults.mutation.operators import arithmetic, collectives, control, tensors
-from moeverify.faults.mutation.operators.base import MutationOperator
 
-OPERATORS: dict[str, MutationOperator] = {
-    operator.name: operator
-    for module in (collectives, tensors, arithmetic, control)
-    for operator in module.OPERATORS
-}
+OPERATORS = {**collectives.OPERATORS, **tensors.OPERATORS, **arithmetic.OPERATORS, **control.OPERATORS}
+"""The rewriting function of each operator, by its name."""

@@ -6,8 +6,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from moeverify.faults.mutation.operators.base import MutationOperator, expression, name_of_call
-from moeverify.results.cause import Cause
+from moeverify.faults.mutation.operators.base import Rewrite, expression, name_of_call
 
 
 def _divide(node: ast.AST) -> Iterator[ast.AST]:
@@ -57,22 +56,9 @@ def _stay_local(node: ast.AST) -> Iterator[ast.AST]:
         yield expression("x // 2", x=node)
 
 
-_FACTORS = frozenset(
-    {
-        Cause.SCALE,
-        Cause.TERM_SCALE,
-        Cause.SHARE_WEIGHTS,
-        Cause.NORM,
-        Cause.METRIC,
-        Cause.MISSING_REDUCTION,
-        Cause.STATE,
-    }
-)
-_TERMS = _FACTORS | {Cause.DETACHED, Cause.STALE}
-
-OPERATORS = (
-    MutationOperator("other-denominator", "a denominator is missing, squared or 1", _divide, _FACTORS),
-    MutationOperator("lost-factor", "a factor is missing", _multiply, _FACTORS | {Cause.DETACHED}),
-    MutationOperator("lost-term", "a term or an element is missing", _lose, _TERMS),
-    MutationOperator("local-count", "a rank's own count in place of that of all", _stay_local, _FACTORS),
-)
+OPERATORS: dict[str, Rewrite] = {
+    "other-denominator": _divide,  # a denominator is missing, squared or 1
+    "lost-factor": _multiply,  # a factor is missing
+    "lost-term": _lose,  # a term or an element is missing
+    "local-count": _stay_local,  # a rank's own count in place of that of all
+}

@@ -1,29 +1,16 @@
-"""The operator type, and helpers for syntax trees that operators share."""
+"""The type of a mutation operator, and helpers for syntax trees that operators share."""
 
 from __future__ import annotations
 
 import ast
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-
-from moeverify.results.cause import Cause
 
 Rewrite = Callable[[ast.AST], Iterator[ast.AST]]
+"""One way to break code: yields the replacements of a syntax tree node, one per mutant.
 
-
-@dataclass(frozen=True)
-class MutationOperator:
-    """One way to break code. `rewrite` yields the replacements of a syntax tree node, one per mutant.
-
-    It yields new nodes and leaves the given one unchanged. `causes` are the right causes for a diagnosis of
-    its mutants. Another cause is not automatically wrong; it is judged by hand.
-    """
-
-    name: str
-    title: str
-    rewrite: Rewrite
-    causes: frozenset[Cause]
+It yields new nodes and leaves the given one unchanged.
+"""
 
 
 def expression(text: str, **parts: ast.expr) -> ast.expr:

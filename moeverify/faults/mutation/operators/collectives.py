@@ -7,14 +7,13 @@ import copy
 from collections.abc import Iterator, Mapping
 
 from moeverify.faults.mutation.operators.base import (
-    MutationOperator,
+    Rewrite,
     expression,
     name_of_call,
     with_argument,
     with_keyword,
     with_name,
 )
-from moeverify.results.cause import Cause
 
 # Calls that return their argument summed over ranks. Without them a rank continues with its local value.
 _SUMS = {"sum_over", "copy_to", "reduce_from", "_sum", "sum_over_shards", "sum_over_stages"}
@@ -133,26 +132,11 @@ def _reduce(node: ast.AST) -> Iterator[ast.AST]:
             yield with_name(node, swapped)
 
 
-_SUMS_OFF = frozenset(
-    {
-        Cause.MISSING_REDUCTION,
-        Cause.SCALE,
-        Cause.TERM_SCALE,
-        Cause.SHARE_WEIGHTS,
-        Cause.NORM,
-        Cause.METRIC,
-        Cause.STATE,
-        Cause.REPLICAS,
-        Cause.DETACHED,
-    }
-)
-_MOVED = frozenset({Cause.PERMUTATION, Cause.DUPLICATE, Cause.ROUTING, Cause.STATE})
-
-OPERATORS = (
-    MutationOperator("drop-collective", "a collective is not called", _drop, _SUMS_OFF),
-    MutationOperator("double-collective", "a collective is called twice", _double, _SUMS_OFF),
-    MutationOperator("swap-collective", "another collective, or another backward", _swap, _SUMS_OFF),
-    MutationOperator("reorder", "arguments for sending and for receiving are exchanged", _reorder, _MOVED),
-    MutationOperator("other-group", "over other ranks", _regroup, _SUMS_OFF | {Cause.LAYOUT}),
-    MutationOperator("other-reduction", "a sum, a mean or a maximum in place of another", _reduce, _SUMS_OFF),
-)
+OPERATORS: dict[str, Rewrite] = {
+    "drop-collective": _drop,  # a collective is not called
+    "double-collective": _double,  # a collective is called twice
+    "swap-collective": _swap,  # another collective, or another backward
+    "reorder": _reorder,  # arguments for sending and for receiving are exchanged
+    "other-group": _regroup,  # over other ranks
+    "other-reduction": _reduce,  # a sum, a mean or a maximum in place of another
+}

@@ -6,8 +6,7 @@ import ast
 import copy
 from collections.abc import Iterator
 
-from moeverify.faults.mutation.operators.base import MutationOperator, expression, name_of_call
-from moeverify.results.cause import Cause
+from moeverify.faults.mutation.operators.base import Rewrite, expression, name_of_call
 
 STALE = "_kept_by_a_mutant"
 """Prefix of globals in which a mutant keeps values. They are removed with the mutant."""
@@ -96,28 +95,8 @@ def _keep_old(node: ast.AST) -> Iterator[ast.AST]:
         yield made
 
 
-_ANY = frozenset(
-    {
-        Cause.MISSING_REDUCTION,
-        Cause.SCALE,
-        Cause.TERM_SCALE,
-        Cause.SHARE_WEIGHTS,
-        Cause.DETACHED,
-        Cause.STALE,
-        Cause.NORM,
-        Cause.OPTIMIZER,
-        Cause.STATE,
-        Cause.METRIC,
-        Cause.LAYOUT,
-        Cause.REPLICAS,
-        Cause.PADDING,
-    }
-)
-
-OPERATORS = (
-    MutationOperator(
-        "other-condition", "a condition is inverted, dropped or off at its border", _invert, _ANY
-    ),
-    MutationOperator("skip-statement", "a call, an assignment or one pass of a loop is skipped", _skip, _ANY),
-    MutationOperator("stale", "a value is computed once and never refreshed", _keep_old, _ANY),
-)
+OPERATORS: dict[str, Rewrite] = {
+    "other-condition": _invert,  # a condition is inverted, dropped or off at its border
+    "skip-statement": _skip,  # a call, an assignment or one pass of a loop is skipped
+    "stale": _keep_old,  # a value is computed once and never refreshed
+}

@@ -7,13 +7,12 @@ import copy
 from collections.abc import Iterator
 
 from moeverify.faults.mutation.operators.base import (
-    MutationOperator,
+    Rewrite,
     expression,
     name_of_call,
     with_argument,
     with_keyword,
 )
-from moeverify.results.cause import Cause
 
 NARROW = "narrow-dtype"
 
@@ -145,23 +144,12 @@ def _reverse(node: ast.AST) -> Iterator[ast.AST]:
         yield expression("whole.flip(0)", whole=node)
 
 
-_GRADIENTS = frozenset(
-    {Cause.DETACHED, Cause.TERM_SCALE, Cause.SCALE, Cause.MISSING_REDUCTION, Cause.SHARE_WEIGHTS}
-)
-_PLACES = frozenset(
-    {Cause.PERMUTATION, Cause.DUPLICATE, Cause.ROUTING, Cause.PADDING, Cause.SHARE_WEIGHTS, Cause.STATE}
-)
-_PLACEMENTS = frozenset({Cause.MISSING_REDUCTION, Cause.SCALE, Cause.LAYOUT, Cause.REPLICAS})
-_ROUNDS = frozenset({Cause.ROUNDING, Cause.PRECISION})
-
-OPERATORS = (
-    MutationOperator("add-detach", "a result is detached from its graph", _detach, _GRADIENTS),
-    MutationOperator("skip-detach", "a value keeps the graph that it should lose", _attach, _GRADIENTS),
-    MutationOperator(
-        "other-dim", "along another dim", _redim, _PLACES | {Cause.MISSING_REDUCTION, Cause.SCALE}
-    ),
-    MutationOperator("other-placement", "another placement", _replace_placement, _PLACEMENTS),
-    MutationOperator(NARROW, "in a narrower dtype", _narrow, _ROUNDS),
-    MutationOperator("off-by-one", "positions, slices or ranks are off by one", _shift, _PLACES),
-    MutationOperator("chunk-order", "chunks in the reverse order", _reverse, _PLACES),
-)
+OPERATORS: dict[str, Rewrite] = {
+    "add-detach": _detach,  # a result is detached from its graph
+    "skip-detach": _attach,  # a value keeps the graph that it should lose
+    "other-dim": _redim,  # along another dim
+    "other-placement": _replace_placement,  # another placement
+    NARROW: _narrow,  # in a narrower dtype
+    "off-by-one": _shift,  # positions, slices or ranks are off by one
+    "chunk-order": _reverse,  # chunks in the reverse order
+}
