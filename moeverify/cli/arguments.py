@@ -97,7 +97,7 @@ Fault = Annotated[
     typer.Option(
         "--fault",
         metavar="PKG.MOD:FN",
-        help="Call this on every rank before the layout is built; or a number of `moeverify faults list`.",
+        help="Call this on every rank before the layout is built, or a number of `faults list`.",
     ),
 ]
 RequireGoldens = Annotated[
