@@ -114,13 +114,6 @@ def block(lines: list[str], command: str = "") -> str:
     return "\n".join(["```", *([f"$ {command}"] if command else []), *short, "```"])
 
 
-def target_of(fault: str) -> str:
-    """Return the value of `--fault` for a fault of the catalogue."""
-    from moeverify.faults.catalogue import load_faults
-
-    return load_faults()[fault].target
-
-
 LAST = r"  and \d+ more finding|  fault "
 EXPLAINED = (
     "finding ",
@@ -143,7 +136,7 @@ def verify() -> str:
 
 def failing() -> str:
     """Return the command whose output and evidence the pages show; it runs once."""
-    return f"moeverify run cases/fsdp2-ep2.yaml --fault {target_of('A05')} --out runs/a05"
+    return "moeverify run cases/fsdp2-ep2.yaml --fault A05 --out runs/a05"
 
 
 def failure() -> str:
@@ -174,7 +167,7 @@ def own_gpt_wrong() -> str:
 
 def precision() -> str:
     """Return the example of a mixed-precision policy that covers only a part of the model."""
-    command = f"moeverify run cases/mixed-fsdp2.yaml --fault {target_of('M05')}"
+    command = "moeverify run cases/mixed-fsdp2.yaml --fault M05"
     return block(cut(run(command), "  precision: ", "$"), command)
 
 

@@ -94,7 +94,11 @@ Timeout = Annotated[
 ]
 Fault = Annotated[
     str | None,
-    typer.Option("--fault", metavar="PKG.MOD:FN", help="Call this on every rank before the layout is built."),
+    typer.Option(
+        "--fault",
+        metavar="PKG.MOD:FN",
+        help="Call this on every rank before the layout is built, or a number of `faults list`.",
+    ),
 ]
 RequireGoldens = Annotated[
     bool | None,
@@ -195,7 +199,7 @@ class RunSettings(OptionGroup):
         """
         from moeverify.verification.controller.options import RunOptions
 
-        _check_fault(cases, self.fault)
+        fault = _find_fault(cases, self.fault)
         must_have = is_continuous_integration() if self.require_goldens is None else self.require_goldens
         are_examples = bool(cases) and all(Path(case.file).parent == EXAMPLES for case in cases)
         return RunOptions(
@@ -207,17 +211,24 @@ class RunSettings(OptionGroup):
             golden_folder=None if are_examples else self.goldens,
             cache_folder=self.cache,
             timeout=self.timeout,
-            fault=self.fault,
+            fault=fault,
         )
 
 
-def _check_fault(cases: list[Case], fault: str | None) -> None:
+def _find_fault(cases: list[Case], fault: str | None) -> str | None:
+    """Return the function of `--fault`, which may be a number of the catalogue."""
     from moeverify.cases.function import examine_function
     from moeverify.errors import CaseError
     from moeverify.verification.controller.search_path import search_path
 
-    if fault is not None:
-        found = (examine_function(fault, search_path(case), "--fault") for case in cases)
-        problems = [problem for problem in found if problem is not None]
-        if problems:
-            raise CaseError(problems[:1])
+    if fault is None:
+        return None
+    if ":" not in fault:
+        from moeverify.faults.choice import find_target
+
+        return find_target(fault)
+    found = (examine_function(fault, search_path(case), "--fault") for case in cases)
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise CaseError(problems[:1])
+    return fault

@@ -48,9 +48,10 @@ def compare(
         context, outputs = outputs.direct(opened), outputs.keeping(out)
         outputs.check()
         started, begun = datetime.now(UTC), time.monotonic()
-        with show_work(context.err, f"comparing {expected} with {actual}", quiet=quiet):
+        with show_work(context.err, f"comparing {expected} with {actual}", quiet=quiet) as count:
             runs = [RecordedRun.read(folder) for folder in (expected, actual)]
-            case = compare_runs(runs[0], runs[1], None if noise is None else RecordedRun.read(noise))
+            nudged = None if noise is None else RecordedRun.read(noise)
+            case = compare_runs(runs[0], runs[1], nudged, count)
         headers = [run.ranks[0].header for run in runs]
         result = RunResult(
             verdict="mismatch" if case.verdict == "mismatch" else "pass",

@@ -105,7 +105,7 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> N
                 f"  trigger    {fault.trigger}",
                 f"  case       {describe_layout(fault.case.layout)}",
                 f"  expected   {expected}",
-                f"  inject     moeverify run CASE --fault {fault.target}",
+                f"  inject     moeverify run CASE --fault {fault.number}",
             ]
             if fault.precisions != PRECISIONS:
                 lines.append(f"  precision  a bug in recipes of {' or '.join(fault.precisions)}")

@@ -28,8 +28,8 @@ def history(
         from moeverify.report.history import list_runs, render_history
         from moeverify.report.progress import show_work
 
-        with show_work(context.err, f"reading the runs in {folder}"):
-            runs, problems = list_runs(folder, pattern)
+        with show_work(context.err, f"reading the runs in {folder}") as count:
+            runs, problems = list_runs(folder, pattern, count)
         for problem in problems:
             context.err.print(f"left out: {problem}", soft_wrap=True)
         if not runs:

@@ -109,7 +109,7 @@ def _write(
     print_fact(
         context.out,
         "smaller",
-        "\n".join(changes) or "nothing: every smaller case lacks the finding",
+        "\n".join(changes) or f"nothing{': every smaller case lacks the finding' if is_whole else ' so far'}",
         indent=0,
     )
     print_fact(context.out, "ranks", ranks, indent=0)

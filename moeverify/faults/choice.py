@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from moeverify.cases.select import PatternError, compile_pattern
 from moeverify.cases.suggest import find_nearest
 from moeverify.errors import CaseError, Problem
-from moeverify.faults.catalogue import FaultClass, load_classes
+from moeverify.faults.catalogue import FaultClass, load_classes, load_faults
 from moeverify.faults.fault import Fault
 
 
@@ -40,6 +40,18 @@ def choose_faults(words: Sequence[str], pattern: str | None = None) -> list[Faul
     if problems:
         raise CaseError(problems)
     return left
+
+
+def find_target(number: str) -> str:
+    """Return the function that injects the fault with this number.
+
+    Raises: CaseError if there is none.
+    """
+    found = load_faults().get(number.upper())
+    if found is None:
+        remedy = "write `package.module:function`, or a number of `moeverify faults list`"
+        raise CaseError([Problem(f"`{number}` is no function, and no fault", "--fault", remedy=remedy)])
+    return found.target
 
 
 def find_class(fault: Fault) -> FaultClass:

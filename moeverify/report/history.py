@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,19 @@ class KeptRun:
     seconds: float
 
 
-def list_runs(folder: Path, pattern: str = "") -> tuple[list[KeptRun], list[str]]:
+def list_runs(
+    folder: Path, pattern: str = "", on_file: Callable[[int, int], None] = lambda *_: None
+) -> tuple[list[KeptRun], list[str]]:
     """Return the runs that `--out` and `--json` left in a folder, oldest first, and why others were skipped.
 
     `pattern` selects the cases with this text in their names; runs without such a case are left out.
+    `on_file` receives how many files are read, and how many there are.
     """
     runs: list[KeptRun] = []
     problems: list[str] = []
-    for path in _find_files(folder):
+    files = list(_find_files(folder))
+    for num_done, path in enumerate(files):
+        on_file(num_done, len(files))
         try:
             run = read_run(path)
         except FormatError as error:

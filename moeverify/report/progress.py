@@ -63,22 +63,40 @@ def open_progress(
     return LineProgress(console)
 
 
-@contextmanager
-def show_work(console: Console, text: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show a line while a command does work that has no parts to count.
+OnPart = Callable[[int, int], None]
+"""Function that receives how many parts of a work are done, and how many there are."""
 
-    A terminal shows it with its time. A log gets the line if the work takes longer than two seconds.
+
+@contextmanager
+def show_work(
+    console: Console, text: str, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[OnPart]:
+    """Show a line while a command works, and the time that is left if it reports its parts.
+
+    A terminal shows the line with its time. A log gets lines if the work takes longer than two seconds.
     """
     with open_progress(console, quiet=quiet) as progress:
         event = Event(kind="work", note=text)
         timer = threading.Timer(_SILENT, progress.on_event, [event])
-        if isinstance(progress, LineProgress):
+        started = clock()
+        is_log, told = isinstance(progress, LineProgress), started + _SILENT - BETWEEN
+        if is_log:
             timer.daemon = True
             timer.start()
         else:
             progress.on_event(event)
+
+        def count(num_done: int, num_total: int) -> None:
+            nonlocal told
+            now = clock()
+            if 0 < num_done < num_total and (not is_log or now - told >= BETWEEN):
+                told = now
+                left = describe_left((now - started) / num_done * (num_total - num_done))
+                note = f"{text}: {num_done} of {num_total}, {left}"
+                progress.on_event(Event(kind="work", note=note))
+
         try:
-            yield
+            yield count
         finally:
             timer.cancel()
 

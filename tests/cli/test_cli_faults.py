@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moeverify.cli.arguments import RunSettings
 from moeverify.explain.fitting.order import MECHANISMS
 from moeverify.results.run import CaseResult, Event
 from moeverify.verification.controller import fault_benchmark, mutation
@@ -76,7 +77,8 @@ def test_faults_are_chosen_by_number_by_class_and_by_words(invoke: Any) -> None:
         ("no_such_module:f", "there is no module `no_such_module` for `no_such_module:f`"),
         ("moeverify.faults.no_such:f", "there is no module `moeverify.faults.no_such`"),
         ("own:brek", "has no `brek` did you mean `break_it`?"),
-        ("own", "`own` is no function write `package.module:function`"),
+        ("own", "`own` is no function, and no fault write `package.module:function`, or a number of"),
+        ("A99", "`A99` is no function, and no fault"),
         ("broken:f", "broken.py:1: "),
     ],
 )
@@ -92,12 +94,18 @@ def test_a_function_that_is_not_there(
     assert text in flat(result.stderr)
 
 
+def test_a_number_of_the_catalogue_is_its_function() -> None:
+    target = "moeverify.faults.catalogue.expert_gradients:a05_fsdp2_expert_divisor"
+    assert RunSettings(fault="a05").make_options([], None).fault == target
+    assert RunSettings().make_options([], None).fault is None
+
+
 def test_a_list_names_the_class_of_each_fault_and_show_says_what_it_is(invoke: Any) -> None:
     lines = invoke("faults", "list", "gradient_norm").stdout.splitlines()
     assert all(line.split()[1] == "gradient_norm" for line in lines)
     shown = invoke("faults", "show", "H03").stdout
     assert "class      H, gradient_norm: " in shown
-    assert "--fault moeverify.faults.catalogue.gradient_norm:h03_norm_of_local_shard\n" in shown
+    assert "--fault H03\n" in shown
 
 
 def test_an_interrupt_while_wider_precisions_run_leaves_the_table(

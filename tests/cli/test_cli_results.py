@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from moeverify.checksum import seal
+from moeverify.report.progress import OnPart
 
 
 def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp_path: Path) -> None:
@@ -38,17 +39,18 @@ def test_report_shows_a_run_and_writes_other_formats(invoke: Any, keep: Any, tmp
 def test_a_long_reading_of_runs_says_so(
     words: tuple[str, ...], line: str, invoke: Any, keep: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = []
+    shown, parts = [], []
 
     @contextmanager
-    def show_work(console: Any, text: str, *, quiet: bool = False) -> Iterator[None]:
+    def show_work(console: Any, text: str, *, quiet: bool = False) -> Iterator[OnPart]:
         shown.append(text)
-        yield
+        yield lambda *part: parts.append(part)
 
     monkeypatch.setattr("moeverify.report.progress.show_work", show_work)
     run = keep("a")
     assert invoke(*(each.format(run=run, folder=run.parent) for each in words)).exit_code == 0
     assert shown == [line.format(run=run, folder=run.parent)]
+    assert parts == ([(0, 1)] if words[0] == "history" else [])
 
 
 def test_report_takes_a_file_too(invoke: Any, keep: Any) -> None:

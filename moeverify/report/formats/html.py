@@ -17,6 +17,7 @@ from moeverify.report.explanation import number_findings
 from moeverify.report.failed_ranks import group_ranks
 from moeverify.report.files import write_atomically
 from moeverify.report.formats.json import find_run_file
+from moeverify.report.formats.perfetto import format_address
 from moeverify.report.matrix import find_matrices
 from moeverify.report.next_steps import NOT_KEPT, Kept, advise
 from moeverify.report.numbers import format_count
@@ -197,6 +198,10 @@ class _Entry:
             return []
         drawn = draw_case(self.case)
         return [(name, each, Markup(format_svg(each, f"{self.anchor}-{name}"))) for name, each in drawn]
+
+    @property
+    def trace(self) -> str:
+        return format_address(self.case)
 
     @property
     def is_without_pictures(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Iterator
 from itertools import count
@@ -23,6 +25,15 @@ def write(run: RunResult, path: Path) -> None:
     events = [event for case in run.cases for event in _list_events(case, processes)]
     about = {"verdict": run.verdict, "command": run.command, "started": run.started, **run.environment}
     write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))
+
+
+def format_address(case: CaseResult) -> str:
+    """Return the timeline of a case as a `data:` address of a compressed trace; empty if it has none."""
+    if case.timeline is None:
+        return ""
+    trace = json.dumps({"traceEvents": list(_list_events(case, count())), "displayTimeUnit": "ms"})
+    packed = base64.b64encode(gzip.compress(trace.encode(), mtime=0))
+    return f"data:application/gzip;base64,{packed.decode()}"
 
 
 def _list_events(case: CaseResult, processes: Iterator[int]) -> Iterator[dict[str, Any]]:

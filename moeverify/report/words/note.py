@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import singledispatch
 
-from moeverify.report.numbers import format_count, format_number
+from moeverify.report.numbers import format_count, format_number, format_seconds
 from moeverify.results.decided import DECIDED_LIMIT
 from moeverify.results.finding import MAX_CONCLUSIVE, CheckResult, Verdict
 from moeverify.results.golden import GoldenRow, GoldenState
@@ -68,6 +68,11 @@ def describe_dependent_obstacle(saver: str, obstacle: Obstacle) -> str:
 def describe_missing_save(name: str) -> str:
     """Return why a case has nothing to load: the job of this name failed."""
     return f"nothing to load: `{name}` failed"
+
+
+def describe_search(name: str, seconds: float) -> str:
+    """Return the announcement of the search for a cause, of at most `seconds`."""
+    return f"{name} differs: it runs again, then up to {format_seconds(seconds)} of search for the first wrong line"
 
 
 def describe_change(state: GoldenState) -> str:

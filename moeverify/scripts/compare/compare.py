@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moeverify.errors import FormatError
@@ -68,9 +68,18 @@ _TENSOR_CHECKS = (
 )
 
 
-def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun | None = None) -> CaseResult:
+OnPart = Callable[[int, int], None]
+
+
+def compare_runs(
+    expected: RecordedRun,
+    actual: RecordedRun,
+    noise: RecordedRun | None = None,
+    on_part: OnPart = lambda *_: None,
+) -> CaseResult:
     """Return the verdict on `actual`, compared with `expected`; `noise` is a nudged second run of `expected`.
 
+    `on_part` receives how many comparisons of steps are done, and how many there are.
     Raises: FormatError when the runs have no step in common, or when `expected` has no whole tensors.
     """
     started = time.monotonic()
@@ -84,15 +93,9 @@ def compare_runs(expected: RecordedRun, actual: RecordedRun, noise: RecordedRun 
     bounds = make_bounds(precision, noise_by_key, steps[0], measure_rounding(expected))
     outcomes = _check_script(expected, actual, places, steps, precision)
     outputs = OutputComparer(expected, actual)
-    tensors = _assemble(comparer, outputs, steps)
-    compared = ComparedTensors(_coordinates(actual), tensors, bounds)
+    tensors = _assemble(comparer, outputs, steps, on_part)
     num_compared = sum(kind not in {Kind.OPTIMIZER_STATE, CheckName.ACTIVATIONS} for _, kind, _ in tensors)
-    for check in (*_TENSOR_CHECKS, Replicas()):
-        # Replicas of gradients may be sums in another order. Only the weights must stay equal.
-        seen = _only(compared, Kind.UPDATE) if isinstance(check, Replicas) else compared
-        outcome = check.compare(seen)
-        if outcome is not None:
-            outcomes.append(outcome)
+    outcomes += _check_tensors(ComparedTensors(_coordinates(actual), tensors, bounds))
     outcomes = _judge_outputs(outputs, outcomes, tensors, steps[0], UNITS[bounds.precision])
     found = [finding for outcome in outcomes for finding in outcome.findings]
     # Copies that `--weights` has replaced explain no difference of this run.
@@ -203,10 +206,20 @@ def _check_script(
     return [*outcomes, make_outcome(CheckName.COVERAGE, list(find_repeated_parts(places)), num_names)]
 
 
-def _assemble(comparer: Comparer, outputs: OutputComparer, steps: Sequence[int]) -> dict[Key, Assembled]:
+def _check_tensors(compared: ComparedTensors) -> list[CheckOutcome]:
+    # Replicas of gradients may be sums in another order. Only the weights must stay equal.
+    weights = Replicas().compare(_only(compared, Kind.UPDATE))
+    outcomes = [*(check.compare(compared) for check in _TENSOR_CHECKS), weights]
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+def _assemble(
+    comparer: Comparer, outputs: OutputComparer, steps: Sequence[int], on_part: OnPart = lambda *_: None
+) -> dict[Key, Assembled]:
     by_rank: list[list[ComparedShard]] = [[] for _ in comparer.actual.ranks]
     parts = [comparer.compare_tensors(INITIAL, Kind.INITIAL_WEIGHT)]
-    for step in steps:
+    for num_done, step in enumerate(steps):
+        on_part(num_done, len(steps))
         parts.append(outputs.compare(step))
         parts += [comparer.compare_tensors(step, kind) for kind in (*_KINDS, Kind.OPTIMIZER_STATE)]
         parts.append(comparer.compare_numbers(step))

@@ -22,6 +22,7 @@ from moeverify.report.words.note import (
     describe_golden,
     describe_missing_save,
     describe_obstacle,
+    describe_search,
     describe_sharing,
     describe_undecided,
     describe_unused_loop,
@@ -388,17 +389,19 @@ class CaseRun:
             self._emit("case-start", case=event.job)
 
     def _take_report(self, event: LaunchEvent) -> None:
-        """Keep the early result of a case, or show that a golden has ended."""
+        """Keep and show the early result of a case, or show that a golden has ended."""
         known = read_report(event.detail)
         if isinstance(known, GoldenEnd):
             done, total = known.num_done, known.num_total
             self._on_event(Event(kind="golden-end", case=known.recipe, num_done=done, num_total=total))
             return
         assert isinstance(known, VerifyResult)
+        if event.job not in self._early and self.options.explain_seconds:
+            self._emit("work", note=describe_search(event.job, self.options.explain_seconds))
         self._early[event.job] = known
 
     def _emit(
-        self, kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end"], **rest: Any
+        self, kind: Literal["launch", "up", "lost", "golden", "case-start", "case-end", "work"], **rest: Any
     ) -> None:
         self._on_event(Event(kind=kind, num_done=len(self.results), num_total=len(self._tasks), **rest))
 

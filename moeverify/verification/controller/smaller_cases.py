@@ -145,7 +145,7 @@ class SmallerCases:
                 ranks=event.result.ranks,
                 seconds=event.result.seconds,
             )
-        if event.kind not in ("golden", "golden-end", "up", "lost"):
+        if event.kind not in ("golden", "golden-end", "up", "lost", "work"):
             self.on_event(event.model_copy(update=changes))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from PIL import Image
-from report_cases import EXPERTS, WITHOUT_PICTURES, make_failing
+from report_cases import EXPERTS, TIMELINE, WITHOUT_PICTURES, make_failing
 from test_operator_page import make_table
 
 from moeverify.report import operator_page
@@ -42,6 +43,22 @@ setTimeout(() => {
   log.push(location.hash, document.querySelectorAll("svg").length);
   document.body.dataset.log = JSON.stringify(log);
 }, 200);
+"""
+
+# The page of Perfetto, which answers at the second question, and what it is sent.
+PERFETTO = """
+const port = new MessageChannel().port1;
+const asked = [];
+window.open = () => port;
+port.postMessage = async (data, origin) => {
+  asked.push(origin);
+  if (data === "PING" && asked.length < 2) return;
+  if (data === "PING") return dispatchEvent(new MessageEvent("message", { data: "PONG", source: port }));
+  const trace = new Blob([data.perfetto.buffer]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.body.dataset.trace = await new Response(trace).text();
+  document.body.dataset.log = [data.perfetto.fileName, ...asked].join(" ");
+};
+document.querySelector("a.trace").click();
 """
 
 
@@ -84,6 +101,15 @@ def test_the_page_as_it_is_runs_its_script(load: Load, page: str) -> None:
     for name, picture in draw_case(make_failing()):
         assert f'id="case-1-{name}-title"' in elements
         assert f"<figcaption>{escape(picture.caption, quote=False)}</figcaption>" in elements
+
+
+def test_a_trace_is_sent_to_perfetto_when_it_answers(load: Load, page: str, screenshots: ModuleType) -> None:
+    elements, console = load(screenshots.add_script(page, PERFETTO))
+    assert console == []
+    log, trace = (re.findall(f'data-{each}="([^"]*)"', elements)[0] for each in ("log", "trace"))
+    assert log == " ".join([f"{make_failing().name}.json.gz", *3 * ["https://ui.perfetto.dev/"]])
+    events = json.loads(unescape(trace))["traceEvents"]
+    assert sum(each["ph"] == "X" for each in events) == sum(map(len, TIMELINE.ranks))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -157,6 +157,35 @@ def test_only_long_work_is_shown_in_a_log(
     assert log.getvalue() == ("comparing a with b\n" if shown else "")
 
 
+class Recorded(Progress):
+    """A view in a terminal that keeps the notes of its events."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def on_event(self, event: Event) -> None:
+        self.notes.append(event.note)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_work_with_parts_has_the_time_that_is_left(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console, view, now = open_console(io.StringIO()), Recorded(), [0.0]
+    if is_terminal:
+        monkeypatch.setattr(progress_module, "open_progress", lambda *_, **__: view)
+    with show_work(console, "comparing", clock=lambda: now[0]) as count:
+        for num_done in range(6):
+            now[0] = 3.0 * num_done
+            count(num_done, 5)
+    shown = [f"comparing: {done} of 5, about {15 - 3 * done} s left" for done in range(1, 5)]
+    if is_terminal:
+        assert view.notes == ["comparing", *shown]
+    else:  # from the third second on, at most one in ten seconds
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue().splitlines() == shown[:1]
+
+
 def test_work_without_parts_has_a_line_and_no_bar() -> None:
     progress = LiveProgress(Console(file=io.StringIO(), width=60), clock=lambda: 3.0)
     progress.on_event(Event(kind="work", note="comparing a with b"))

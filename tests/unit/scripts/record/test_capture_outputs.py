@@ -132,7 +132,9 @@ def test_rows_are_compared_wherever_they_are_computed(
 ) -> None:
     expected = record(is_turned=is_turned)
     actual = record(rows=2, recompute=recompute, is_turned=is_turned)
-    result = compare_runs(expected, actual)
+    parts: list[tuple[int, int]] = []
+    result = compare_runs(expected, actual, on_part=lambda *part: parts.append(part))
+    assert parts == [(0, 2), (1, 2)]
     assert result.verdict == "pass", result.findings
     # In each of two steps the input and the output of the model, the embedding and six calls per block. On
     # the first call of the model, no hook sees its input yet.

@@ -176,7 +176,8 @@ def test_what_the_user_can_mend_is_the_reason_of_its_case_alone(run: Any) -> Non
 
 
 def test_a_verdict_that_was_known_before_the_ranks_were_lost_stands(run: Any) -> None:
-    results, _, _ = run({"ddp": FAILURE, "fsdp2": FAILURE}, early={"ddp": DIFFERS})
+    results, events, _ = run({"ddp": FAILURE, "fsdp2": FAILURE}, early={"ddp": DIFFERS})
+    assert [event.note[:13] for event in events if event.kind == "work"] == ["ddp differs: "]
     case = results["ddp"]
     assert (case.verdict, len(case.findings)) == ("mismatch", 1)
     failed = case.findings[0].observations[0]
