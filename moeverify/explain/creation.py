@@ -8,7 +8,7 @@ moves lead on to the values from which they took the elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.content import is_move, move
-from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
+from moeverify.explain.counterparts import OneDevice, Pair, find_pair, pair_tensors
 from moeverify.explain.edits import Edit, find_operands
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import NotExecutable, find
@@ -48,6 +48,9 @@ _INDICES = {
 """Arguments of moves that choose elements and are not moved."""
 
 
+_ADDING = {"add": 1, "sub": -1}
+
+
 @dataclass(frozen=True)
 class RightElements:
     """The right elements of a value where `told`, both with its shape.
@@ -62,35 +65,41 @@ class RightElements:
 
 
 class Creation:
-    """Lists edits that replace elements where they are created, given an edit that replaces an operand."""
+    """Search for the operators that create the wrong elements of an operand."""
 
     def __init__(self, alignment: Alignment, one: OneDevice) -> None:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
 
-    def list_edits(self, edit: Edit) -> Iterator[Edit]:
-        """Yield edits that put the right elements of an operand where they are created, the earliest first."""
-        if edit.kind != "operand":
-            return
-        traces = []
-        for op in edit.ops:
+    def find(self, edit: Edit) -> Edit | None:
+        """Return the edit that puts the right elements of an operand where they are created, or None.
+
+        None too if ranks create them in several lines, or if they are floating-point numbers.
+        """
+        fronts: list[dict[At, RightElements]] = []
+        path: list[At] = []
+        for op in edit.ops if edit.kind == "operand" else ():
             pair = find_pair(self._joint.op(op), edit.others[op], edit.place)
             taken = (op[0], -1 if pair is None else pair.mine)
             if pair is None or taken not in edit.changes.values:
-                return
-            wanted = self._start(op, edit, pair.theirs, edit.changes.values[taken])
-            traces.append([] if wanted is None else self._trace({taken: wanted}))
-        values = _merge([each[-1] for each in traces if each])
+                return None
+            wanted = self._start(op, edit, pair, edit.changes.values[taken])
+            front, passed = ({}, []) if wanted is None else self._trace({taken: wanted})
+            path += passed
+            fronts.append(front if passed else {})
+        values = _merge(fronts)
         # Floating-point elements have an identity: `Origins` traces them.
         is_of_integers = values and not any(self._joint.value(at).is_floating for at in values)
-        if is_of_integers and len({self._line(at) for at in values}) == 1:
-            makers = tuple(dict.fromkeys(map(self._joint.maker, values)))
-            changes = Changes(values={at: each.right for at, each in values.items()})
-            others = {
-                self._joint.maker(at): self._one.program.op_of(each.theirs)
-                for at, each in values.items()
-                if each.theirs >= 0
-            }
-            yield Edit("created", makers, changes, others, numbers=self._list_numbers(values))
+        if not is_of_integers or len({self._line(at) for at in values}) != 1:
+            return None
+        makers = {self._joint.maker(at): each for at, each in values.items()}
+        return Edit(
+            "created",
+            tuple(makers),
+            Changes(values={at: each.right for at, each in values.items()}),
+            {op: self._one.program.op_of(each.theirs) for op, each in makers.items() if each.theirs >= 0},
+            numbers=self._list_numbers(values),
+            path=tuple(path[::-1]),
+        )
 
     def _line(self, at: At) -> object:
         op = self._joint.op(self._joint.maker(at))
@@ -104,21 +113,21 @@ class Creation:
                 return ((_name(data[other]), _name(each.right[other])),)
         return ()
 
-    def _start(self, op: At, edit: Edit, theirs: int, right: Tensor) -> RightElements | None:
+    def _start(self, op: At, edit: Edit, pair: Pair, right: Tensor) -> RightElements | None:
         """Return the right elements of an operand with their places in that of one device, or None."""
-        whole = self._one.data(theirs)
-        pair = find_pair(self._joint.op(op), edit.others[op], edit.place)
-        if whole is None or pair is None:
+        whole = self._one.data(pair.theirs)
+        if whole is None:
             return None
         index = torch.arange(whole.numel()).reshape(whole.shape)
-        for places in find_operands(self._alignment, self._one, op, edit.others[op], pair, index):
-            if torch.equal(whole.reshape(-1)[places.long().clamp(min=0)], right):
-                return RightElements(right, torch.ones(right.shape, dtype=torch.bool), theirs, places.long())
+        for found in find_operands(self._alignment, self._one, op, edit.others[op], pair, index):
+            places = found.long()
+            if torch.equal(whole.reshape(-1)[places.clamp(min=0)], right):
+                return RightElements(right, torch.ones(right.shape, dtype=torch.bool), pair.theirs, places)
         return None
 
-    def _trace(self, front: dict[At, RightElements]) -> list[dict[At, RightElements]]:
-        """Return sets of wrong values, each of which makes the next one less late, beginning with `front`."""
-        fronts, closed = [], set[At]()
+    def _trace(self, front: dict[At, RightElements]) -> tuple[dict[At, RightElements], list[At]]:
+        """Return the earliest wrong values behind those of `front`, and the operators that pass them on."""
+        passed, closed = list[At](), set[At]()
         for _ in range(_MOST_STEPS):
             left = [at for at in front if at not in closed]
             if not left:
@@ -126,12 +135,12 @@ class Creation:
             last = max(left, key=lambda at: self._joint.place(self._joint.maker(at)))
             before = self._step(last, front[last])
             merged = _merge([{at: each for at, each in front.items() if at != last}, before])
-            if not before or not merged:
+            if before and merged:
+                front = merged
+                passed.append(self._joint.maker(last))
+            else:
                 closed.add(last)
-                continue
-            front = merged
-            fronts.append(front)
-        return fronts
+        return front, passed
 
     def _step(self, at: At, wanted: RightElements) -> dict[At, RightElements]:
         """Return the wrong values from which an operator takes the wrong elements of its result."""
@@ -145,6 +154,8 @@ class Creation:
             found = self._choose(at, op, wanted)
             if not found and not self._comes_from_right(at, wanted):
                 found = self._route(at, op, wanted)
+        elif not found:
+            found = self._subtract(at, op, wanted)
         return {each: made for each, made in found.items() if self._is_wrong(each, made)}
 
     def _comes_from_right(self, at: At, wanted: RightElements) -> bool:
@@ -222,6 +233,25 @@ class Creation:
         anchors = (self._anchor(each, found[each].theirs, wanted) for each in wrong)
         anchor = next((each for each in anchors if each is not None), None)
         return found if anchor is None else self._pass_back(at, op, other, anchor)
+
+    def _subtract(self, at: At, op: Op, wanted: RightElements) -> dict[At, RightElements]:
+        """Return the right integers that an addition of ranks alone adds to all elements of a row or column.
+
+        They are the difference of the right sum and the other operand, if it is the same for all of these elements.
+        """
+        numbers = [each.number for each in op.args[:2] if isinstance(each, Ref)]
+        data = [self._alignment.data((at[0], number)) for number in numbers]
+        if op.short.rstrip("_") not in _ADDING or len(data) != 2 or any(map(_is_real, data)):
+            return {}
+        pairs = [(number, each) for number, each in zip(numbers, data, strict=True) if each is not None]
+        (small, mine), (_, other) = sorted(pairs, key=lambda pair: pair[1].numel())
+        if mine.numel() >= wanted.right.numel():
+            return {}
+        is_first, sign = small == numbers[0], _ADDING[op.short.rstrip("_")]
+        right = wanted.right - sign * other if is_first else sign * (wanted.right - other)
+        own = torch.arange(mine.numel()).reshape(mine.shape).expand(wanted.right.shape)
+        made = _scatter(RightElements(right, wanted.told), wanted.told, own[wanted.told], mine)
+        return {} if made is None else {(at[0], small): made}
 
     def _pass_back(self, at: At, op: Op, other: Op, wanted: RightElements) -> dict[At, RightElements]:
         """Return the right operands of an elementwise operator, as those of its counterpart at the same places."""
@@ -456,6 +486,10 @@ def _merge(fronts: Sequence[Mapping[At, RightElements]]) -> dict[At, RightElemen
             places = None if main.places is None else torch.where(main.told, main.places, -1)
             found[at] = replace(main, right=right, told=main.told | other.told, places=places)
     return found
+
+
+def _is_real(data: Tensor | None) -> bool:
+    return data is None or data.is_floating_point()
 
 
 def _is_single(data: Tensor) -> Tensor:

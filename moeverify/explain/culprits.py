@@ -154,7 +154,7 @@ class Culprits:
             residual=cause.residual,
             sums=cause.sums,
             is_local=cause.is_local,
-            between=() if edit is not None and edit.kind != "value" else self._list_between(cause),
+            between=self._list_between(cause) if edit is None or edit.kind in ("value", "created") else (),
             others=tuple(each for each in others if each.line is not None and line_of(each) != line_of(here))[
                 :_MOST_OTHERS
             ],
@@ -287,6 +287,10 @@ class Culprits:
     def _list_between(self, cause: OperatorCause) -> tuple[Operation, ...]:
         """Return the operations from right inputs to the first wrong result, one for each source line."""
         first = cause.ops[0]
+        if cause.repairs and cause.repairs[0].path:
+            return join(self._operation(at) for at in cause.repairs[0].path if at[0] == first[0])[
+                :_MOST_BETWEEN
+            ]
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
         stretch = [at for at in cause.stretch if at[0] == first[0]]
         order = sorted({*(at for at in moves if at[0] == first[0]), first, *stretch}, key=self._joint.place)

@@ -56,8 +56,8 @@ Keys = frozenset[Key]
 class Edit:
     """A change of the operators `ops` of all ranks at one place of the program.
 
-    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced
-    argument. `numbers` has pairs of numbers of the first operator: (before, after).
+    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced argument.
+    `numbers` has pairs of numbers of the first operator: (before, after). `path` passes created elements on.
     """
 
     kind: Kind
@@ -66,6 +66,7 @@ class Edit:
     others: Mapping[At, Op] = field(default_factory=dict)
     place: Place = ()
     numbers: tuple[tuple[str, str], ...] = ()
+    path: tuple[At, ...] = ()
 
     @property
     def other(self) -> Op | None:

@@ -356,10 +356,10 @@ class Explainer:
         self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
     ) -> tuple[list[OperatorCause], Execution] | None:
         """Return an edit if it repairs a target, or one of the operators that create the operand that it replaces."""
-        created = Creation(self.alignment.under(state), self.one).list_edits(edit)
-        for each in itertools.chain(created, [edit]):
-            done = self._proof.repairs(each, target, unknown, state)
-            if done is not None:
+        created = Creation(self.alignment.under(state), self.one).find(edit)
+        for each in (created, edit):
+            done = None if each is None else self._proof.repairs(each, target, unknown, state)
+            if each is not None and done is not None:
                 return [OperatorCause(list(each.ops), [each], [target])], done
         return None
 

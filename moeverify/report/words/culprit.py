@@ -77,7 +77,7 @@ def _describe_own_line(origin: Origin, *, is_proved: bool) -> str:
 
 def _list_between(culprit: Culprit) -> list[str]:
     """Return the lines from right inputs to the first wrong result, if only the place is known."""
-    lines = [] if culprit.proved else [each.line for each in culprit.between if each.line is not None]
+    lines = [each.line for each in culprit.between if each.line is not None]
     return list(dict.fromkeys(map(_name_line, lines)))
 
 
