@@ -41,6 +41,10 @@ _MOST_FOLLOWED = 400
 """Maximum number of operators that are followed upstream."""
 
 
+_NEAREST = 3
+"""Number of calls around an operation, the innermost first, whose lines may be wrong by themselves."""
+
+
 class Branches:
     """Search for the branches that ranks alone take, in functions that one device executes, too."""
 
@@ -63,8 +67,10 @@ class Branches:
         """
         first, target = cause.ops[0], cause.targets[0]
         blocks = self._list_possible(first, target)
-        block_of = {line: block for block in blocks for line in block}
         sites, writers = self._sites(first), self._list_writers(target)
+        enclosing = set(sites[_NEAREST:])  # such a line calls most of the step
+        blocks = [block for block in blocks if enclosing.isdisjoint(block)]
+        block_of = {line: block for block in blocks for line in block}
         found: dict[_Block, Line] = {}
 
         def note(lines: Iterable[Line]) -> None:
@@ -90,7 +96,7 @@ class Branches:
         note_in({find_function(*line) for line in (*sites[:1], *writers[:1])})
         starts = [*([] if cause.known else cause.stretch), first, *replaced]
         for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
-            note(self._sites(op))
+            note(self._sites(op)[:_NEAREST])
         note_in({find_function(*line) for op in replaced for line in self._sites(op)[:1]})
         note_in({find_function(*line) for line in (*sites, *writers)})
         if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before

@@ -19,6 +19,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.content import is_move, move
 from moeverify.explain.counterparts import OneDevice, Pair, find_pair, pair_tensors
 from moeverify.explain.edits import Edit, find_operands
+from moeverify.explain.indexing import find_chosen, list_columns, list_indices, list_rows_of
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import NotExecutable, find
 from moeverify.explain.program import Op, Ref
@@ -30,23 +31,6 @@ _TOLERANCE = 1e-9
 _AGREED = 0.9
 _DIFFERENT = 0.5
 """Minimum fraction of elements that occur once in a value that tells where its elements belong."""
-
-_INDICES = {
-    "index": (1,),
-    "index_put": (1,),
-    "index_select": (2,),
-    "index_copy": (2,),
-    "gather": (2,),
-    "scatter": (2,),
-    "take": (1,),
-    "embedding": (1,),
-    "where": (0,),
-    "masked_fill": (1,),
-    "masked_select": (1,),
-    "masked_scatter": (1,),
-}
-"""Arguments of moves that choose elements and are not moved."""
-
 
 _ADDING = {"add": 1, "sub": -1}
 
@@ -150,6 +134,8 @@ class Creation:
             found = self._cast((at[0], next(op.reads())), wanted)
         elif op.meeting is None:
             found = self._split(at, op, wanted)
+            if found and self._subtract(at, op, wanted):
+                return {}  # either operand may be wrong
         if not found and self._alignment.is_moved(at, op):
             found = self._choose(at, op, wanted)
             if not found and not self._comes_from_right(at, wanted):
@@ -214,7 +200,7 @@ class Creation:
     def _number(self, rank: int, op: Op, starts: Mapping[At, int], at: At) -> Tensor | None:
         """Return consecutive numbers, the first one after `starts`, for the elements of a value; data of indices."""
         data = self._alignment.data(at)
-        if data is None or (at[0] == rank and at[1] in _list_indices(op)):
+        if data is None or (at[0] == rank and at[1] in list_indices(op)):
             return data
         first = starts[at] + 1
         return torch.arange(first, first + data.numel(), dtype=torch.float64).reshape(data.shape)
@@ -321,7 +307,7 @@ class Creation:
         self, op: Op, number: int, source: int, places: Tensor, told: Tensor
     ) -> tuple[int, Tensor] | None:
         """Return an operand with the places of elements that a move on one device takes from it, or None."""
-        chosen = _list_indices(op)
+        chosen = list_indices(op)
         if source in chosen:
             return None
 
@@ -342,7 +328,7 @@ class Creation:
 
     def _choose(self, at: At, op: Op, wanted: RightElements) -> dict[At, RightElements]:
         """Return the right index of an operator that takes elements of a right value; empty if it takes others."""
-        taken = _find_chosen(op)
+        taken = find_chosen(op)
         if taken is None:
             return {}
         source, index_of, dim = taken
@@ -350,11 +336,11 @@ class Creation:
         if data is None or chosen is None or not self._alignment.is_right((at[0], source)):
             return {}
         dim %= max(1, data.ndim)
-        columns = _list_columns(op, data, chosen, dim, wanted.right.shape)
+        columns = list_columns(op, data, chosen, dim, wanted.right.shape)
         if columns is None or columns.shape[1] * wanted.right.numel() > _MOST_MATCHES:
             return {}
         right, told = wanted.right.reshape(-1)[columns], wanted.told.reshape(-1)[columns]
-        rows = _list_rows(op, data, dim, chosen)
+        rows = list_rows_of(op, data, dim, chosen)
         match = ((right[:, None] == rows) | ~told[:, None]).all(-1)
         is_told = told.any(-1)
         if not bool((match.any(-1) | ~is_told).all()):
@@ -375,53 +361,6 @@ class Creation:
         return {
             (at[0], index_of): RightElements(found.to(chosen.dtype).reshape(shape), is_sure.reshape(shape))
         }
-
-
-def _find_chosen(op: Op) -> tuple[int, int, int] | None:
-    """Return (source, index, dim) of an operator that takes elements of a value by one index, or None."""
-    args = op.args
-    if op.short == "embedding" and isinstance(args[0], Ref) and isinstance(args[1], Ref):
-        return args[0].number, args[1].number, 0
-    if op.short in ("index_select", "gather") and isinstance(args[0], Ref) and isinstance(args[2], Ref):
-        return args[0].number, args[2].number, args[1]
-    if op.short == "index" and isinstance(args[0], Ref):
-        given = [(dim, each.number) for dim, each in enumerate(args[1]) if isinstance(each, Ref)]
-        return (args[0].number, given[0][1], given[0][0]) if len(given) == 1 else None
-    return None
-
-
-def _list_columns(op: Op, data: Tensor, chosen: Tensor, dim: int, shape: Sequence[int]) -> Tensor | None:
-    """Return the flat places, in the result, of the elements that each index chooses: (indices, elements of each)."""
-    places = torch.arange(math.prod(shape)).reshape(tuple(shape))
-    if op.short == "gather":
-        return places.reshape(-1, 1) if tuple(shape) == tuple(chosen.shape) else None
-    if tuple(shape) != (*data.shape[:dim], *chosen.shape, *data.shape[dim + 1 :]) or not chosen.numel():
-        return None
-    dims = list(range(dim, dim + chosen.ndim))
-    return places.movedim(dims, list(range(len(dims)))).reshape(chosen.numel(), -1)
-
-
-def _list_rows(op: Op, data: Tensor, dim: int, chosen: Tensor) -> Tensor:
-    """Return the elements that an index may choose: (indices or 1, choices, elements of each)."""
-    if op.short != "gather":
-        return data.movedim(dim, 0).reshape(1, data.shape[dim], -1)
-    inside = tuple(slice(None) if at == dim else slice(size) for at, size in enumerate(chosen.shape))
-    rows = data[inside].movedim(dim, -1).unsqueeze(dim)  # one row of choices for each index
-    rows = rows.expand(*chosen.shape, data.shape[dim])
-    return rows.reshape(chosen.numel(), -1, 1)
-
-
-def _list_indices(op: Op) -> frozenset[int]:
-    """Return the numbers of the values that choose elements and are not moved."""
-    found: set[int] = set()
-    for place in _INDICES.get(op.short.rstrip("_"), ()):
-        argument = op.args[place] if place < len(op.args) else None
-        found |= {each.number for each in _as_list(argument) if isinstance(each, Ref)}
-    return frozenset(found)
-
-
-def _as_list(argument: object) -> Sequence[object]:
-    return argument if isinstance(argument, list | tuple) else [argument]
 
 
 def _keep_dtype(op: Op) -> Op:

@@ -87,13 +87,21 @@ class Culprits:
             later = self._origins.list_later(next(iter(target.values.values())), target.mark)
         origins = self._upstream.find(
             cause,
-            _list_taken(cause),
+            self._list_taken(cause),
             named,
             lacks=later,
             defines=culprit.mechanism not in _OF_TENSORS,
             scaler=self._find_scaler(cause) if culprit.mechanism == "scale" else None,
         )
         return culprit.model_copy(update={"origins": origins})
+
+    def _list_taken(self, cause: OperatorCause) -> list[At]:
+        """Return the operands that a repair replaces, and the values that pass created elements on."""
+        edit = cause.repairs[0] if cause.repairs and cause.repairs[0].kind != "value" else None
+        if edit is None:
+            return []
+        passed = [at for op in edit.path for at in self._joint.results(op)]
+        return [at for at in (*edit.changes.values, *passed) if at[0] == cause.ops[0][0]]
 
     def make_makers(self) -> dict[str, Culprit]:
         """Return the operation of user code that made each named tensor before the first step, on any rank."""
@@ -418,12 +426,6 @@ class Culprits:
         ranks = {rank for rank, _ in over}
         found = (name_ranks(self._groups, list(ranks)),) if len(ranks) > 1 else ()
         return found + (("micro-batches",) if len(over) > len(ranks) else ())
-
-
-def _list_taken(cause: OperatorCause) -> list[At]:
-    """Return the operands that a repair of the first operation replaces."""
-    changed = cause.repairs[0].changes.values if cause.repairs and cause.repairs[0].kind != "value" else ()
-    return [at for at in changed if at[0] == cause.ops[0][0]]
 
 
 def _find_place(op: Op, number: int) -> int:

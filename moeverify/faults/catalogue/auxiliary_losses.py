@@ -219,7 +219,7 @@ def c09_balance_by_micro_batch_size(patch: Patch) -> None:
     "groups and bias",
     trigger="groups or a selection bias",
     case=make_case("c11", dp_shard=2),
-    where=(At(term="balance"), At(name="balance"), At(name="_balance")),
+    where=(At(term="balance"), At(name="balance"), At(name="_balance"), At(name="count_plain")),
     causes=(Cause.FORWARD,),
     notes="mirrored: upstream took the dispatched choice where the plain one was wanted",
 )
