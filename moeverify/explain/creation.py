@@ -227,7 +227,7 @@ class Creation:
         """
         numbers = [each.number for each in op.args[:2] if isinstance(each, Ref)]
         data = [self._alignment.data((at[0], number)) for number in numbers]
-        if op.short.rstrip("_") not in _ADDING or len(data) != 2 or any(map(_is_real, data)):
+        if op.short.rstrip("_") not in _ADDING or len(data) != 2 or not all(map(_is_integer, data)):
             return {}
         pairs = [(number, each) for number, each in zip(numbers, data, strict=True) if each is not None]
         (small, mine), (_, other) = sorted(pairs, key=lambda pair: pair[1].numel())
@@ -427,8 +427,8 @@ def _merge(fronts: Sequence[Mapping[At, RightElements]]) -> dict[At, RightElemen
     return found
 
 
-def _is_real(data: Tensor | None) -> bool:
-    return data is None or data.is_floating_point()
+def _is_integer(data: Tensor | None) -> bool:
+    return data is not None and not data.is_floating_point() and data.dtype != torch.bool
 
 
 def _is_single(data: Tensor) -> Tensor:

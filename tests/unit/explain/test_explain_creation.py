@@ -106,6 +106,22 @@ def test_elements_that_are_right_for_another_operation_are_wrong_where_they_are_
     assert culprit.mechanism != "created"
 
 
+def test_masks_that_are_added_are_not_subtracted() -> None:
+    def run(q: Tensor, k: Tensor, hidden: Tensor) -> Tensor:
+        return (q @ k.T).masked_fill(hidden, -1e9).softmax(-1)
+
+    places = torch.arange(8)
+    culprit = find(
+        lambda q, k: run(q, k, (places[:, None] < places) + (IDS == 1)[:, None]),
+        lambda q, k: run(q, k, places[:, None] < places),
+        {"q": HEADS["q"], "k": HEADS["k"]},
+    )
+    assert (culprit.mechanism, read(culprit.here)) == (
+        "created",
+        "(places[:, None] < places) + (IDS == 1)[:, None]",
+    )
+
+
 def find(ranks: Call, one: Call, inputs: dict[str, Tensor]) -> Culprit:
     """Return the first culprit of a call that differs from one device."""
     culprit, *_ = explain_call(ranks, one, **inputs)
