@@ -161,20 +161,21 @@ class Branches:
         ]
 
     def _only_communicates(self, first: At, block: _Block) -> bool:
-        """Return whether a block runs a collective before an operation, and makes no wrong result itself.
+        """Return whether a block runs a collective, and makes no wrong result itself.
 
-        All of its results that tell are right, or it only passes on elements. One device runs no collectives, so
-        that lines which call one, or allocate its buffer, are of ranks alone in a right program, too.
+        All of its results before an operation are right, or it only passes on elements. One device runs no
+        collectives: lines that call one, or allocate its buffer, are of ranks alone in a right program, too.
         """
         rank, step = first[0], self._joint.op(first).step
         numbers = (each for line in block for each in self._ops_of[rank].get((step, line), ()))
-        ops = [(rank, number) for number in numbers if number <= first[1]]
-        made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
-        is_met = any(self._joint.op(op).meeting is not None for op in ops)
+        ops = [(rank, number) for number in numbers]
+        before = [op for op in ops if op <= first]
+        made = [at for op in before for at in self._joint.results(op) if self._alignment.tells(at)]
+        is_met = any(self._joint.op(op).meeting is not None for op in before)
         if is_met and made and all(map(self._alignment.is_right, made)):
             return True
-        is_new = bool(ops) and any(is_blank(self._joint.op(op)) for op in ops)
-        return (is_met or is_new) and all(map(self._passes, ops))
+        is_needed = any(self._joint.op(op).meeting is not None or is_blank(self._joint.op(op)) for op in ops)
+        return is_needed and all(map(self._passes, ops))
 
     def _passes(self, op: At) -> bool:
         """Return whether an operator is a collective, moves elements or allocates memory."""
