@@ -179,13 +179,15 @@ class LaunchMonitor:
         limit = self._begin_limit(self._limit_start(position))
         while True:
             self._notice_up()
+            result = _read_result(
+                folder / "result.json"
+            )  # before the start, which a short job may follow at once
             ended = self._agent.poll() is not None
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
                 limit = self._begin_limit(job.timeout + job.grace + _HANG_SLACK)
                 self._on_event(LaunchEvent(kind="start", job=job.name, num_ranks=job.num_ranks))
             num_bytes = self._pass_on(folder / "events", job, num_bytes)
-            result = _read_result(folder / "result.json")
             if result is not None:
                 return JobOutcome(
                     job=job.name,
