@@ -179,10 +179,9 @@ class LaunchMonitor:
         limit = self._begin_limit(self._limit_start(position))
         while True:
             self._notice_up()
-            result = _read_result(
-                folder / "result.json"
-            )  # before the start, which a short job may follow at once
+            # In the reverse order of events: the end of the agent, the result, the start of the job.
             ended = self._agent.poll() is not None
+            result = _read_result(folder / "result.json")
             if began is None and folder.is_dir() and any(folder.glob("rank-*.started")):
                 began = time.monotonic()
                 limit = self._begin_limit(job.timeout + job.grace + _HANG_SLACK)
