@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.content import is_move, move
+from moeverify.explain.content import TOLERANCE, is_move, move
 from moeverify.explain.counterparts import OneDevice, Pair, find_pair, pair_tensors
 from moeverify.explain.edits import Edit, find_operands
-from moeverify.explain.indexing import find_chosen, list_columns, list_indices, list_rows_of
+from moeverify.explain.indexing import find_chosen, list_columns, list_indices, list_rows_of, number_sources
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import NotExecutable, find
 from moeverify.explain.program import Op, Ref
@@ -27,8 +26,8 @@ from moeverify.explain.program import Op, Ref
 _MOST_STEPS = 48
 _MOST_MATCHES = 1 << 24
 """Maximum number of comparisons to find an index."""
-_TOLERANCE = 1e-9
 _AGREED = 0.9
+"""Minimum fraction of the uses of elements that agree on which elements are right."""
 _DIFFERENT = 0.5
 """Minimum fraction of elements that occur once in a value that tells where its elements belong."""
 
@@ -139,7 +138,7 @@ class Creation:
         if not found and self._alignment.is_moved(at, op):
             found = self._choose(at, op, wanted)
             if not found and not self._comes_from_right(at, wanted):
-                found = self._route(at, op, wanted)
+                found = self._route(at, wanted)
         elif not found:
             found = self._subtract(at, op, wanted)
         return {each: made for each, made in found.items() if self._is_wrong(each, made)}
@@ -149,7 +148,7 @@ class Creation:
         op = self._joint.op(self._joint.maker(at))
         if not self._alignment.is_moved(at, op) or self._choose(at, op, wanted):
             return False
-        found = self._route(at, op, wanted)
+        found = self._route(at, wanted)
         wrong = {each: made for each, made in found.items() if self._is_wrong(each, made)}
         return any(self._is_right(each) or self._comes_from_right(each, made) for each, made in wrong.items())
 
@@ -175,14 +174,9 @@ class Creation:
             theirs = next(other.reads())
         return {source: RightElements(wanted.right.to(data.dtype), wanted.told, theirs, places)}
 
-    def _route(self, at: At, op: Op, wanted: RightElements) -> dict[At, RightElements]:
+    def _route(self, at: At, wanted: RightElements) -> dict[At, RightElements]:
         """Return the right elements of the values whose elements an operator moves; empty if they contradict."""
-        starts: dict[At, int] = {}
-        size = 0
-        for source in self._joint.sources(self._joint.maker(at)):  # the memory that it overwrites, too
-            starts[source] = size
-            size += math.prod(self._joint.value(source).shape)
-        ids = self._alignment.move(at, partial(self._number, at[0], op, starts))
+        starts, ids = number_sources(self._alignment, at)
         if ids is None or ids.shape != wanted.right.shape:
             return {}
         found = {}
@@ -196,14 +190,6 @@ class Creation:
                 return {}
             found[source] = made
         return found
-
-    def _number(self, rank: int, op: Op, starts: Mapping[At, int], at: At) -> Tensor | None:
-        """Return consecutive numbers, the first one after `starts`, for the elements of a value; data of indices."""
-        data = self._alignment.data(at)
-        if data is None or (at[0] == rank and at[1] in list_indices(op)):
-            return data
-        first = starts[at] + 1
-        return torch.arange(first, first + data.numel(), dtype=torch.float64).reshape(data.shape)
 
     def _split(self, at: At, op: Op, wanted: RightElements) -> dict[At, RightElements]:
         """Return the right operands of an elementwise operator: those of the same one on one device."""
@@ -442,7 +428,7 @@ def _differs(data: Tensor, wanted: RightElements) -> Tensor:
     """Return a mask of the elements that differ, up to rounding."""
     if not data.is_floating_point():
         return data != wanted.right
-    return ~torch.isclose(data, wanted.right.to(data.dtype), rtol=_TOLERANCE, atol=0.0, equal_nan=True)
+    return ~torch.isclose(data, wanted.right.to(data.dtype), rtol=TOLERANCE, atol=0.0, equal_nan=True)
 
 
 def _name(data: Tensor) -> str:

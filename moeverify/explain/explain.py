@@ -353,15 +353,24 @@ class Explainer:
         return self._try(edits, target, unknown, state, end)
 
     def _prove(
-        self, edit: Edit, target: Target, unknown: Sequence[At], state: Execution
+        self,
+        edit: Edit,
+        target: Target,
+        unknown: Sequence[At],
+        state: Execution,
+        done: Execution | None = None,
     ) -> tuple[list[OperatorCause], Execution] | None:
-        """Return an edit if it repairs a target, or one of the operators that create the operand that it replaces."""
+        """Return an edit if it repairs a target, or one of the operators that create the operand that it replaces.
+
+        `done` is the execution with the edit, if it is known to repair the target.
+        """
         created = Creation(self.alignment.under(state), self.one).find(edit)
-        for each in (created, edit):
-            done = None if each is None else self._proof.repairs(each, target, unknown, state)
-            if each is not None and done is not None:
-                return [OperatorCause(list(each.ops), [each], [target])], done
-        return None
+        before = None if created is None else self._proof.repairs(created, target, unknown, state)
+        if created is not None and before is not None:
+            return [OperatorCause(list(created.ops), [created], [target])], before
+        if done is None:
+            done = self._proof.repairs(edit, target, unknown, state)
+        return None if done is None else ([OperatorCause(list(edit.ops), [edit], [target])], done)
 
     def _try(
         self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
@@ -371,8 +380,9 @@ class Explainer:
             if time.monotonic() > end:
                 return None
             self.tried += 1
-            if self._proof.repairs(edit, target, unknown, state) is not None:
-                return self._prove(edit, target, unknown, state)
+            done = self._proof.repairs(edit, target, unknown, state)
+            if done is not None:
+                return self._prove(edit, target, unknown, state, done)
             resized = self._proof.resize(edit, state)
             if resized is not None:
                 return [OperatorCause(list(edit.ops), [edit], [target], is_local=True)], resized

@@ -1,4 +1,4 @@
-"""Operators that take elements of a value by an index: their index, and the elements that it chooses."""
+"""Operators that move elements: the sources of the elements, their index, and the elements that it chooses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moeverify.explain.align import Alignment
+from moeverify.explain.joint import At
 from moeverify.explain.program import Op, Ref
 
 _INDICES = {
@@ -25,6 +27,31 @@ _INDICES = {
     "masked_scatter": (1,),
 }
 """Arguments of moves that choose elements and are not moved."""
+
+
+def number_sources(alignment: Alignment, at: At) -> tuple[dict[At, int], Tensor | None]:
+    """Return the sources of a moved value, and the numbers of its elements in the shape of the value.
+
+    Elements of a source are numbered from 1 above its start, which the first result has. Padding is 0. No numbers
+    are known of a value that its operator does not move.
+    """
+    joint = alignment.joint
+    maker = joint.maker(at)
+    chosen = list_indices(joint.op(maker))
+    starts: dict[At, int] = {}
+    size = 0
+    for source in joint.sources(maker):  # the memory that it overwrites, too
+        starts[source] = size
+        size += math.prod(joint.value(source).shape)
+
+    def number(source: At) -> Tensor | None:
+        data = alignment.data(source)
+        if data is None or (source[0] == at[0] and source[1] in chosen):
+            return data
+        first = starts[source] + 1
+        return torch.arange(first, first + data.numel(), dtype=torch.float64).reshape(data.shape)
+
+    return starts, alignment.move(at, number)
 
 
 def find_chosen(op: Op) -> tuple[int, int, int] | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_back
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
+from moeverify.explain.indexing import number_sources
 from moeverify.explain.joint import At, Changes, Joint
 from moeverify.explain.program import HIDDEN, Mark, Op
 from moeverify.explain.relate import Reference
@@ -82,12 +83,7 @@ class Origins:
         `places` is a mask of the flat value, bool, and so is the result.
         """
         for _ in range(_MOST_FOLLOWED):
-            starts: dict[At, int] = {}
-            size = 0
-            for source in self._joint.sources(self._joint.maker(at)):  # the memory that it overwrites, too
-                starts[source] = size
-                size += math.prod(self._joint.value(source).shape)
-            ids = self._alignment.move(at, partial(self._number, starts))
+            starts, ids = number_sources(self._alignment, at)
             found = torch.zeros(0) if ids is None else ids.reshape(-1)[places] - 1
             if not len(found) or bool((found < 0).any()):
                 return at, places
@@ -99,14 +95,6 @@ class Origins:
             places = torch.zeros(sizes[at], dtype=torch.bool)
             places[found[inside[at]] - starts[at]] = True
         return at, places
-
-    def _number(self, starts: Mapping[At, int], at: At) -> Tensor | None:
-        """Return consecutive numbers, the first one after `starts`, for the elements of a value; data of integers."""
-        data = self._alignment.data(at)
-        if data is None or not data.is_floating_point():
-            return data
-        first = starts[at] + 1
-        return torch.arange(first, first + data.numel(), dtype=torch.float64).reshape(data.shape)
 
     def trace_scale(self, taken: At) -> tuple[float, At]:
         """Return the factor of a scaled value, and the first operator that introduces it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from moeverify.report.console import new_table, print_table, style_verdict
 from moeverify.report.finding_rows import name_tensor
 from moeverify.report.formats.json import RUN_FILE, read_run
 from moeverify.report.numbers import excess, format_number
+from moeverify.report.progress import OnPart
 from moeverify.report.sanitize import clean, elide
 from moeverify.report.sorting import find_worst_check
 from moeverify.results.finding import Verdict
@@ -38,7 +39,7 @@ class KeptRun:
 
 
 def list_runs(
-    folder: Path, pattern: str = "", on_file: Callable[[int, int], None] = lambda *_: None
+    folder: Path, pattern: str = "", on_file: OnPart = lambda *_: None
 ) -> tuple[list[KeptRun], list[str]]:
     """Return the runs that `--out` and `--json` left in a folder, oldest first, and why others were skipped.
 

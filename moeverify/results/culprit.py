@@ -258,21 +258,25 @@ class Culprit(Record):
         wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute.
         """
         is_of_value = self.mechanism in _OF_VALUES and (self.there is None or self._is_made_elsewhere)
-        alone = [each for each in self.origins if each.is_of_ranks]
-        if not (self.proved and is_of_value) or len(alone) != 1 or alone[0] is not self.origins[0]:
+        alone = self._of_ranks
+        if not (self.proved and is_of_value) or alone is None:
             return None
         if self.mechanism in _OF_NUMBERS:
-            return alone[0] if alone[0].kind == "definition" else None
-        return alone[0] if alone[0].kind != "definition" and len(self.origins) == 1 else None
+            return alone if alone.kind == "definition" else None
+        return alone if alone.kind != "definition" and len(self.origins) == 1 else None
 
     @property
     def lone_line(self) -> Origin | None:
         """`own_line`, or the only line before an unproved place that one device does not execute, of a branch."""
-        alone = [each for each in self.origins if each.is_of_ranks]
         is_place = self.mechanism == "place" and not self.proved and self.taken is None
-        if is_place and len(alone) == 1 and alone[0] is self.origins[0] and alone[0].kind == "branch":
-            return alone[0]
-        return self.own_line
+        alone = self._of_ranks
+        return alone if is_place and alone is not None and alone.kind == "branch" else self.own_line
+
+    @property
+    def _of_ranks(self) -> Origin | None:
+        """The first origin, if it alone is a line that one device does not execute."""
+        alone = [each for each in self.origins if each.is_of_ranks]
+        return alone[0] if len(alone) == 1 and alone[0] is self.origins[0] else None
 
     @property
     def _is_made_elsewhere(self) -> bool:

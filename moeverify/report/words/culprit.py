@@ -206,7 +206,6 @@ _ABOUT: Mapping[Mechanism, str] = {
     "removed": "one device does not do this",
     "group": "its group has the wrong ranks",
     "unreduced": "its result is not reduced",
-    "created": "it makes wrong elements",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
     "written": "its values are from before the first step",
@@ -486,7 +485,7 @@ def _describe_proof(culprit: Culprit) -> str:
     if not culprit.proved:
         return "only the place is known: the mistake is between right inputs and the first wrong result"
     is_of_value = culprit.own_line is not None or not culprit.names_cause
-    taken = _TAKEN.get(culprit.mechanism) if is_of_value or culprit.mechanism == "created" else None
+    taken = _TAKEN.get(culprit.mechanism) if is_of_value else None
     change = "that change" if taken is None else f"the right {taken}"
     if culprit.is_local:
         return f"executed with {change}, its result equals that of one device"

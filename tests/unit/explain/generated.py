@@ -18,7 +18,7 @@ from moeverify.explain.program import Program
 from moeverify.explain.record import Recorder
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import Culprit, Operation
 
 SIZE = 6
 _UNARY = ("tanh", "sigmoid", "exp", "cos", "sin", "softmax", "norm")
@@ -152,6 +152,11 @@ def explain_call(
     return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
 
 
+def read(operation: Operation | None) -> str:
+    assert operation is not None
+    assert operation.line is not None
+    return operation.line.expression
+
+
 def expression_of(culprit: Culprit) -> str:
-    assert culprit.here.line is not None
-    return culprit.here.line.expression
+    return read(culprit.here)

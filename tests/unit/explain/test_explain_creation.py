@@ -5,19 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from generated import explain_call
+from generated import explain_call, read
 from recordings import make
 from torch import Tensor
 
-from moeverify.results.culprit import Culprit, Operation
+from moeverify.results.culprit import Culprit
 
 Call = Callable[..., Tensor]
-
-
-def read(operation: Operation | None) -> str:
-    assert operation is not None
-    assert operation.line is not None
-    return operation.line.expression
 
 
 def turn(x: Tensor, places: Tensor) -> Tensor:

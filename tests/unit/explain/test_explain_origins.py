@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from generated import explain
+from generated import explain, explain_call, read
 from recordings import data_of, find_result, make, record_call
 from torch import Tensor
 
@@ -13,20 +11,6 @@ from moeverify.explain.describe import describe_op
 from moeverify.explain.explain import Explainer
 from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
-from moeverify.results.culprit import Culprit, Operation
-
-
-def explain_call(
-    ranks: Callable[..., Tensor], one: Callable[..., Tensor], /, **inputs: Tensor
-) -> list[Culprit]:
-    copies = {name: each.clone() for name, each in inputs.items()}
-    return explain(record_call(ranks, None, **copies), record_call(one, None, **inputs))
-
-
-def read(operation: Operation | None) -> str:
-    assert operation is not None
-    assert operation.line is not None
-    return operation.line.expression
 
 
 def attend(q: Tensor, k: Tensor, mask: Tensor) -> Tensor:
