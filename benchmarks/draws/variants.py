@@ -11,6 +11,8 @@ from ruamel.yaml import YAML
 UNMIXED = (
     "heron.pipe:stages",
     "heron.parallel:expert_fsdp",
+    "juniper.fsdp:shard",
+    "juniper.pipe:stages",
     "kestrel.pipe:stages",
     "kestrel.zero:grid",
     "linden.pipe:stages",
