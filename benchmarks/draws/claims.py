@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeverify.results.culprit import Culprit
+from moeverify.results.culprit import Culprit, Origin, find_lone_line
 
 Lines = tuple[tuple[str, int], ...]
 
@@ -154,9 +154,13 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
     if facts.get("about") in ("gathered", "dtype"):
         tensors += [facts.get("parameter"), facts.get("module"), *facts.get("parameters", ())]
     kind, is_location_only = _read_kind(finding, explanation, facts)
+    is_open = not any(finding.get(key) for key in ("code", "explanation", "culprit"))
+    origins = [Origin.model_validate(each) for each in finding.get("origins", ()) if is_open]
+    own = find_lone_line(origins)
+    lines = [] if own is None else [(own.line.file, own.line.line)]
     return Claim(
         kind=kind,
-        lines=tuple(dict.fromkeys(_find_lines(of_cause))),
+        lines=tuple(dict.fromkeys([*lines, *_find_lines(of_cause)])),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
         axes=tuple(sorted(_find_axes(explanation, place, facts) - {""})),
         is_location_only=is_location_only,

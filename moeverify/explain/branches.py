@@ -1,11 +1,12 @@
-"""Lines that ranks alone execute, in functions that one device executes, too.
+"""Lines that one side alone executes, in functions that both sides execute.
 
-A function that both sides execute takes another branch on the ranks: a difference that needs no recorded operator.
+A function takes another branch on the ranks than on one device: a difference that needs no recorded operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.agreement import Agreement
@@ -14,13 +15,15 @@ from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import is_move
 from moeverify.explain.joint import At
+from moeverify.explain.left_out import LeftOut
 from moeverify.explain.operators import is_blank
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.suspects import Target
 from moeverify.explain.syntax import find_function
-from moeverify.explain.user_lines import UserLines
+from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.checks import Kind
+from moeverify.results.culprit import Origin, OriginKind
 
 Line = tuple[str, int]
 """(file, line)."""
@@ -28,11 +31,14 @@ Line = tuple[str, int]
 _Block = tuple[Line, ...]
 """Lines one after another of one function, the first one first."""
 
+_Branch = _Block | LeftOut
+
 _Function = tuple[str, int]
 """(file, first line of the body)."""
 
-_MOST_BEFORE = 2
-"""Maximum number of branches before the first step that are shown."""
+_MOST_BRANCHES = 2
+_OF_FUNCTIONS = ("definition", "value", "extra", "made", "member", "condition")
+"""Kinds of lines in whose functions other branches may be taken."""
 _MOST_CALLS = 3
 """Maximum number of calls around an operator whose arguments are followed."""
 _MOST_REPLACED = 32
@@ -45,8 +51,49 @@ _NEAREST = 3
 """Number of calls around an operation, the innermost first, whose lines may be wrong by themselves."""
 
 
+class _Near:
+    """The branches near an operation, those that were noted first in front: of ranks alone, and those left out.
+
+    `found` has the line of each that was noted. Of `later` branches only the lines themselves count, and not their
+    functions.
+    """
+
+    def __init__(
+        self, blocks: Sequence[_Block], later: Collection[_Block], left_out: Sequence[LeftOut]
+    ) -> None:
+        self.block_of = {line: block for block in blocks for line in block}
+        self.found: dict[_Branch, Line] = {}
+        inside: list[_Branch] = [each for each in blocks if each not in later]
+        self._inside = inside + list(left_out)
+        self._left_out = left_out
+
+    def note(self, lines: Sequence[Line]) -> None:
+        """Note the branches of these lines, and those that the ranks leave out in their functions."""
+        functions = {find_function(*line) for line in lines}
+        for line in lines:
+            if line in self.block_of:
+                self.found.setdefault(self.block_of[line], line)
+        self._add(each for each in self._left_out if each.function in functions)
+
+    def note_in(self, functions: Collection[_Function]) -> None:
+        """Note the branches in these functions."""
+        self._add(each for each in self._inside if _function_of(each) in functions)
+
+    def _add(self, branches: Iterable[_Branch]) -> None:
+        for each in branches:
+            self.found.setdefault(each, _first_line(each))
+
+
+def _first_line(branch: _Branch) -> Line:
+    return (branch.header.file, branch.header.line) if isinstance(branch, LeftOut) else branch[0]
+
+
+def _function_of(branch: _Branch) -> _Function:
+    return branch.function if isinstance(branch, LeftOut) else find_function(*branch[0])
+
+
 class Branches:
-    """Search for the branches that ranks alone take, in functions that one device executes, too."""
+    """Search for the branches that one side alone takes, in functions that both sides execute."""
 
     def __init__(
         self,
@@ -59,29 +106,43 @@ class Branches:
         self._agreement, self._alignment, self._lines, self._right = agreement, alignment, lines, right
         self._joint, self._one = alignment.joint, one
 
-    def find(self, cause: OperatorCause) -> Iterator[Site]:
+    def list_nearest(self, cause: OperatorCause) -> list[Origin]:
+        """Return the nearest branches of `find`. Those that ranks leave out or that start parallel code come last."""
+        found = list(itertools.islice(self.find(cause), 2 * _MOST_BRANCHES))
+        found.sort(key=lambda each: ("branch", "skipped", "parallel").index(each[0]))
+        return [make_origin(kind, [site]) for kind, site in found[:_MOST_BRANCHES]]
+
+    def list_further(self, cause: OperatorCause, known: Sequence[Origin]) -> list[Origin]:
+        """Return branches in the functions of known lines, or in those that these call, or else the only ones.
+
+        They are of the step or before the first one. None stands out among more than two.
+        """
+        first = cause.ops[0]
+        blocks = [*self._list_possible(first, cause.targets[0]), *self._list_blocks(first[0], {SETUP})]
+        lines = [self._lines.place_of(each.line) for each in known if each.kind in _OF_FUNCTIONS]
+        inside = {*(find_function(*line) for line in lines), *self._lines.list_called(lines)}
+        everywhere: list[_Branch] = [each for each in blocks if not self._is_later(each, cause)]
+        everywhere += self._list_left_out(first)
+        for functions in (inside, set(map(_function_of, everywhere))):
+            found = {each: _first_line(each) for each in everywhere if _function_of(each) in functions}
+            named = [each for each in self._name(found, first[0]) if each[0] != "parallel"]
+            if 0 < len(named) <= _MOST_BRANCHES:
+                return [make_origin("sole" if kind == "branch" else kind, [site]) for kind, site in named]
+        return []
+
+    def find(self, cause: OperatorCause) -> Iterator[tuple[OriginKind, Site]]:
         """Yield lines of the branches that a cause may come from, the nearest to its first operation first.
 
         These are branches that make the call, of the function that makes it or that writes the result on one
-        device, that compute operands, and of functions that call it.
+        device, that compute operands, and of functions that call it. A branch that ranks leave out is shown by its
+        condition.
         """
         first, target = cause.ops[0], cause.targets[0]
-        blocks = self._list_possible(first, target)
         sites, writers = self._sites(first), self._list_writers(target)
         enclosing = set(sites[_NEAREST:])  # such a line calls most of the step
-        blocks = [block for block in blocks if enclosing.isdisjoint(block)]
-        block_of = {line: block for block in blocks for line in block}
-        found: dict[_Block, Line] = {}
-
-        def note(lines: Iterable[Line]) -> None:
-            for line in lines:
-                if line in block_of:
-                    found.setdefault(block_of[line], line)
-
-        def note_in(functions: Collection[_Function]) -> None:
-            inside = (block for block in blocks if find_function(*block[0]) in functions)
-            note(block[0] for block in inside if not self._is_later(block, first))
-
+        blocks = [each for each in self._list_possible(first, target) if enclosing.isdisjoint(each)]
+        later = [block for block in blocks if self._is_later(block, cause)]
+        near = _Near(blocks, later, self._list_left_out(first))
         replaced = set(map(self._joint.maker, self._list_replaced(cause)))
 
         def reads(op: At) -> list[At]:
@@ -90,19 +151,60 @@ class Branches:
                 floating = [at for at in taken if self._joint.value(at).is_floating]
                 replaced.update(map(self._joint.maker, list_of_step(self._joint, floating)))
                 return taken
-            return [at for at in taken if self._may_be_wrong(at, block_of)]
+            return [at for at in taken if self._may_be_wrong(at, near.block_of)]
 
-        note(sites)
-        note_in({find_function(*line) for line in (*sites[:1], *writers[:1])})
-        starts = [*([] if cause.known else cause.stretch), first, *replaced]
-        for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
-            note(self._sites(op)[:_NEAREST])
-        note_in({find_function(*line) for op in replaced for line in self._sites(op)[:1]})
-        note_in({find_function(*line) for line in (*sites, *writers)})
+        near.note(sites)
+        near.note_in({find_function(*line) for line in (*sites[:1], *writers[:1])})
+        for starts in ([first, *replaced], [] if cause.known else cause.stretch):
+            for op in walk_back(self._joint, starts, reads, _MOST_FOLLOWED):
+                near.note(self._sites(op)[:_NEAREST])
+        near.note_in({find_function(*line) for op in replaced for line in self._sites(op)[:1]})
+        near.note_in({find_function(*line) for line in (*sites, *writers)})
+        yield from self._name(near.found, first[0])
         if self._joint.op(first).phase == "step":  # the options and groups of an optimizer are set before
-            before = self._list_blocks(first[0], {SETUP})
-            found |= {block: block[0] for block in before if len(before) <= _MOST_BEFORE}
-        yield from (find_line(*line) for line in found.values())
+            before = [block for block in self._list_blocks(first[0], {SETUP}) if block not in near.found]
+            yield from self._name(
+                {each: each[0] for each in before if len(before) <= _MOST_BRANCHES}, first[0]
+            )
+
+    def _name(self, branches: Mapping[_Branch, Line], rank: int) -> Iterator[tuple[OriginKind, Site]]:
+        """Yield the kind of each branch and its line, or the condition that leaves it out."""
+        for each, line in branches.items():
+            if isinstance(each, LeftOut):
+                yield "skipped", each.header
+            else:
+                site = find_line(*line)
+                yield "parallel" if self._starts_parallel(rank, site) else "branch", site
+
+    def _list_left_out(self, first: At) -> list[LeftOut]:
+        """Return the branches that ranks leave out, and that one device does not only execute after an operation."""
+        step = self._joint.op(first).step
+        before = set[Line]().union(*(lines for at, lines in self._one.lines.items() if at < step))
+
+        def is_later(each: LeftOut) -> bool:
+            calls = [line for line in self._sites(first) if find_function(*line) == each.function]
+            is_after = bool(calls) and all(each.header.line > line for _, line in calls)
+            return is_after and before.isdisjoint((each.header.file, line) for line in each.lines)
+
+        return [each for each in self._lines.left_out if step < 0 or not is_later(each)]
+
+    def _starts_parallel(self, rank: int, site: Site) -> bool:
+        """Return whether a line runs a collective, or calls a function that one device does not execute.
+
+        Such a line is there in a right program, too.
+        """
+        line, program = (site.file, site.line), self._joint.programs[rank]
+        if self._lines.calls_parallel(line):
+            return True
+        numbers = {number for (_, each), ops in self._ops_of[rank].items() if each == line for number in ops}
+        for op in (program.ops[number] for number in numbers):
+            sites = self._sites((rank, op.number))
+            inner = sites[: sites.index(line)]
+            if (op.meeting is not None and not inner) or any(
+                find_function(*each) not in self._lines.functions_of_one for each in inner
+            ):
+                return True
+        return False
 
     def find_maker(self, cause: OperatorCause) -> Site | None:
         """Return the only line of ranks alone that makes a replaced value, if it makes it of right values.
@@ -124,15 +226,15 @@ class Branches:
         taken = self._joint.own_reads(op)
         return self._joint.op(op).meeting is not None or not all(map(self._agreement.agrees, taken))
 
-    def find_in_arguments(self, cause: OperatorCause) -> Iterator[Site]:
+    def list_in_arguments(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the first lines of branches in functions that compute arguments of the call and of its operands."""
         first = cause.ops[0]
         makers = [self._joint.maker(at) for at in self._list_replaced(cause)]
         lines = {line for op in (first, *makers) for line in self._sites(op)[:_MOST_CALLS]}
         called = self._lines.list_called(lines)
         for block in self._list_possible(first, cause.targets[0]):
-            if find_function(*block[0]) in called and not self._is_later(block, first):
-                yield find_line(*block[0])
+            if find_function(*block[0]) in called and not self._is_later(block, cause):
+                yield make_origin("callee", [find_line(*block[0])])
 
     def _list_replaced(self, cause: OperatorCause) -> list[At]:
         """Return the operands that a repair replaces: also right ones, such as a whole value in a sum of parts."""
@@ -183,18 +285,22 @@ class Branches:
         is_view = any(self._joint.value(at).alias >= 0 for at in self._joint.results(op))
         return recorded.meeting is not None or is_move(recorded) or is_blank(recorded) or is_view
 
-    def _is_later(self, block: _Block, first: At) -> bool:
-        """Return whether a block runs an operator after an operation of the step, or follows a call that runs it.
+    def _is_later(self, block: _Block, cause: OperatorCause) -> bool:
+        """Return whether a block runs an operator after the wrong ones of the step, or follows a call that runs them.
 
         Lines after a call that run no operator before it change nothing in it, except by Python values of a loop.
         """
+        first = cause.ops[0]
         calls = self._first_ops[first[0]]
         if self._joint.op(first).step < 0:
             return False
         callers = [line for line in self._sites(first) if find_function(*line) == find_function(*block[0])]
         follows = bool(callers) and all(line[1] > callers[0][1] for line in block)
         earliest = [calls[line] for line in block if line in calls]
-        return any(number > first[1] for number in earliest) or (follows and not earliest)
+        # Without a proof, any operator of the stretch may be the first wrong one.
+        doubtful = () if cause.known or cause.repairs else cause.stretch
+        last = max(number for rank, number in (first, *doubtful) if rank == first[0])
+        return any(number > last for number in earliest) or (follows and not earliest)
 
     def _list_writers(self, target: Target) -> list[Line]:
         """Return the lines of user code that call the operator which writes a result on one device."""
@@ -226,7 +332,7 @@ class Branches:
         last: _Function | None = None
         for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
             function = find_function(*line)
-            is_new = line not in self._lines.of_one and function in self._shared
+            is_new = line not in self._lines.of_one and function in self._lines.functions_of_one
             if is_new and last == function:
                 found[-1] += (line,)
             elif is_new:
@@ -266,8 +372,3 @@ class Branches:
         for op in self._joint.list_before(ends) if ends else ():
             found[op[0]].update((self._joint.op(op).step, line) for line in self._sites(op))
         return found
-
-    @cached_property
-    def _shared(self) -> set[_Function]:
-        """The functions of which one device executes a line."""
-        return {found for line in self._lines.of_one if (found := find_function(*line))[1] > 0}

@@ -166,10 +166,10 @@ class Definitions:
         found.sort(key=lambda each: not each.is_new)
         return {each.site: each.difference for each in found if each.difference is not None}
 
-    def list_called(self, file: str, line: int) -> set[tuple[str, int]]:
-        """Return (file, first line of the body) of functions that a statement or a definition of its values calls."""
+    def list_called(self, file: str, line: int, *, is_direct: bool = False) -> set[tuple[str, int]]:
+        """Return (file, first line of the body) of functions that a statement or, unless `is_direct`, its values call."""
         uses = self._list_uses(file, line)
-        sites = (each.site for each in self._walk(uses, False, _ALL, None))
+        sites = () if is_direct else (each.site for each in self._walk(uses, False, _ALL, None))
         waiting = [each.node for each in uses] + [self._files[site.file].find(site) for site in sites]
         found = set[tuple[str, int]]()
         while waiting:
@@ -179,9 +179,9 @@ class Definitions:
                 each for call in calls for each in self._functions.get(name_called(call), ())
             ):
                 place = source.path, first_line(function.body[0])
-                if place not in found:
-                    found.add(place)
+                if place not in found and not is_direct:
                     waiting.append(function)
+                found.add(place)
         return found
 
     def _list_uses(self, file: str, line: int) -> list[_Use]:

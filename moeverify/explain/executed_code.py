@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from moeverify.explain.definitions import Definitions
-from moeverify.explain.program import Executed, group_lines
+from moeverify.explain.left_out import list_left_out
+from moeverify.explain.program import Executed, Site, group_lines
 from moeverify.explain.python_values import Name, PythonValues
 from moeverify.explain.sites import find_line
 from moeverify.explain.syntax import find_function, map_assignments
@@ -45,15 +46,12 @@ class ExecutedCode:
         for call in calls:
             for site, difference in self._definitions.find_differences(*call).items():
                 yield make_origin("definition", [site], difference)
-        alone: list[tuple[OriginKind, Executed, Executed]] = []
-        for mine in self._many:
-            alone += [("skipped", self._one, mine), ("branch", mine, self._one)]
         is_near = self._find_near(calls)
-        found = dict.fromkeys(
-            (kind, line) for kind, here, there in alone for line in self._list_alone(here, there, is_near)
-        )
+        found: dict[Site, OriginKind] = dict.fromkeys(self._list_left_out(is_near), "skipped")
+        for line in (line for mine in self._many for line in self._list_alone(mine, self._one, is_near)):
+            found.setdefault(find_line(*line), "branch")
         if len(found) <= _MOST_DIFFERENT:
-            yield from (make_origin(kind, [find_line(*line)]) for kind, line in found)
+            yield from (make_origin(kind, [site]) for site, kind in found.items())
 
     def _find_near(self, calls: Sequence[_Line]) -> Callable[[_Line], bool]:
         """Return whether a line counts, for lines that one side alone executes.
@@ -68,6 +66,15 @@ class ExecutedCode:
         called -= {find_function(*call) for call in calls}
         names = {name for call in calls for name in _list_assigned(call)}
         return lambda line: find_function(*line) in called or not names.isdisjoint(_list_assigned(line))
+
+    def _list_left_out(self, is_near: Callable[[_Line], bool]) -> Iterator[Site]:
+        """Yield the conditions of lines that one device executes in this step for the first time, and no rank."""
+        before = set[_Line]().union(*(lines for step, lines in self._one.lines.items() if step < self._step))
+        many = set[_Line]().union(*(each.list_lines() for each in self._many))
+        for each in list_left_out(self._one.list_lines(), many):
+            lines = [(each.header.file, line) for line in each.lines]
+            if before.isdisjoint(lines) and any(map(is_near, lines)):
+                yield each.header
 
     def _list_alone(
         self, here: Executed, there: Executed, is_near: Callable[[_Line], bool]

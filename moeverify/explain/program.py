@@ -238,6 +238,10 @@ class Executed:
         """Return the lines of all steps."""
         return set().union(*self.lines.values())
 
+    def list_skipped(self) -> set[tuple[str, int]]:
+        """Return the lines of the functions of which only the first lines were followed."""
+        return {(file, line) for file, first, last in self.skipped for line in range(first, last + 1)}
+
 
 @dataclass(slots=True)
 class Program(Executed):

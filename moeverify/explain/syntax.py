@@ -12,7 +12,7 @@ from moeverify.explain.sites import parse_file
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 RETURNED = "return"
 """Name of the value that a function returns."""
-_LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
+LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
@@ -227,7 +227,7 @@ def list_conditions(file: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
                 yield from (
                     each.test
                     for each in before
-                    if isinstance(each, ast.If) and isinstance(each.body[-1], _LEAVES)
+                    if isinstance(each, ast.If) and isinstance(each.body[-1], LEAVES)
                 )
         child = parent
 

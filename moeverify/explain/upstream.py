@@ -29,7 +29,6 @@ from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
 
 _MOST = 3
-_MOST_BRANCHES = 2
 _MOST_OF_GROUP = 5
 _MOST_NEAR = 48
 """Maximum number of operators of a backward pass among which user code is looked for."""
@@ -106,10 +105,13 @@ class Upstream:
             self._list_groups(cause, lineage) if cause.known else (),
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
-        branches = list(self._list_branches(cause))
+        branches = self._branches.list_nearest(cause)
         found = self._choose(named, *(() if cause.sums else sources), branches=branches)
+        if not any(each.kind in ("branch", "skipped") for each in found):
+            further = self._branches.list_further(cause, found)
+            found = self._choose(named, found, branches=further) if further else found
         found = found or self._choose(named, *self._list_fallbacks(cause, lineage, defines=defines))
-        return found or self._choose(named, self._list_callees(cause))
+        return found or self._choose(named, self._branches.list_in_arguments(cause))
 
     def _list_fallbacks(
         self, cause: OperatorCause, lineage: Sequence[At], *, defines: bool
@@ -149,9 +151,11 @@ class Upstream:
         first = {(origin.line.file, origin.line.line): origin for origin in branches}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
-            # Definitions near a line that is shown are seen beside it.
-            is_seen = origin.kind == "definition" and any(
-                place[0] == file and abs(place[1] - line) <= _NEAR for file, line in (*found, *first)
+            # Definitions of both sides near a line that is shown are seen beside it.
+            is_seen = (
+                origin.kind == "definition"
+                and not origin.is_of_ranks
+                and any(place[0] == file and abs(place[1] - line) <= _NEAR for file, line in (*found, *first))
             )
             if place not in named and (place in first or not is_seen):
                 found.setdefault(place, origin)
@@ -162,7 +166,7 @@ class Upstream:
 
     def find_branches(self, cause: OperatorCause) -> tuple[Origin, ...]:
         """Return the branches that ranks alone take around a value that nothing wrote."""
-        return tuple(self._list_branches(cause))
+        return tuple(self._branches.list_nearest(cause))
 
     def find_made(self, op: At) -> tuple[Origin, ...]:
         """Return the line of user code that made a tensor before the first step, and definitions of its part."""
@@ -336,15 +340,6 @@ class Upstream:
             for sites in (self._lines.sites((rank, op.number)) for op in draws):
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("draw", sites)
-
-    def _list_branches(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the nearest lines of branches that ranks alone take, in functions that one device executes."""
-        lines = itertools.islice(self._branches.find(cause), _MOST_BRANCHES)
-        yield from (make_origin("branch", [line]) for line in lines)
-
-    def _list_callees(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield lines of branches that ranks alone take in functions that compute arguments."""
-        yield from (make_origin("callee", [line]) for line in self._branches.find_in_arguments(cause))
 
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""

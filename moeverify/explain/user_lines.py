@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.definitions import Definitions
-from moeverify.explain.describe import make_line
+from moeverify.explain.describe import make_line, shorten
 from moeverify.explain.joint import At, Joint
+from moeverify.explain.left_out import LeftOut, list_left_out
 from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import find_line, is_of_user
-from moeverify.explain.syntax import map_backward
-from moeverify.results.culprit import Origin, OriginKind
+from moeverify.explain.syntax import find_function, map_backward
+from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
@@ -90,6 +91,18 @@ class UserLines:
         """Return whether ranks execute a line and one device does not."""
         return (site.file, site.line) in self._of_ranks
 
+    def is_run(self, site: Site, name: str) -> bool:
+        """Return whether one device runs an operator with this name on a line."""
+        return (site.file, site.line, name) in self._ops_of_one
+
+    def place_of(self, line: CodeLine) -> tuple[str, int]:
+        """Return the (file, line) of a line, whose file is shortened."""
+        return self._files.get(line.file, line.file), line.line
+
+    def is_branch(self, site: Site) -> bool:
+        """Return whether ranks alone execute a line, in a function that one device executes, too."""
+        return self.is_parallel(site) and find_function(site.file, site.line) in self.functions_of_one
+
     def define(
         self,
         sites: tuple[Site, ...],
@@ -142,6 +155,11 @@ class UserLines:
         """Return (file, first line of the body) of functions that compute arguments of the calls at these lines."""
         return set().union(*(self._definitions.list_called(*line) for line in lines))
 
+    def calls_parallel(self, line: tuple[str, int]) -> bool:
+        """Return whether a line calls functions of the user that ranks alone execute."""
+        called = self._definitions.list_called(*line, is_direct=True) & self._functions_of_ranks
+        return bool(called) and called.isdisjoint(self.functions_of_one)
+
     def list_options(self, rank: int) -> Iterator[Origin]:
         """Yield the lines that define the parameters and options of the user's optimizers."""
         for sites in self._joint.programs[rank].optimizers:
@@ -168,6 +186,31 @@ class UserLines:
     def of_one(self) -> set[tuple[str, int]]:
         """The lines of user code that one device executes."""
         return self._one.list_lines()
+
+    @cached_property
+    def _files(self) -> dict[str, str]:
+        return {shorten(file): file for file in group_lines(self._joint.programs)}
+
+    @cached_property
+    def left_out(self) -> list[LeftOut]:
+        """The arms of conditions and loops that one device executes, and no rank."""
+        followed = self.of_one - set().union(*(program.list_skipped() for program in self._joint.programs))
+        return list(
+            list_left_out(followed, set().union(*(each.list_lines() for each in self._joint.programs)))
+        )
+
+    @cached_property
+    def _ops_of_one(self) -> set[tuple[str, int, str]]:
+        return {(site.file, site.line, op.name) for op in self._one.ops for site in op.sites[:1]}
+
+    @cached_property
+    def _functions_of_ranks(self) -> set[tuple[str, int]]:
+        return {find_function(*line) for program in self._joint.programs for line in program.list_lines()}
+
+    @cached_property
+    def functions_of_one(self) -> set[tuple[str, int]]:
+        """The functions of which one device executes a line, each as (file, first line of its body)."""
+        return {found for line in self.of_one if (found := find_function(*line))[1] > 0}
 
     @cached_property
     def _of_ranks(self) -> set[tuple[str, int]]:

@@ -10,7 +10,7 @@ from moeverify.report.failed_ranks import find_reason
 from moeverify.report.next_steps import Kept, advise
 from moeverify.report.sorting import count_verdicts
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
-from moeverify.report.words.culprit import describe_relation
+from moeverify.report.words.origin import describe_relation
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
 from moeverify.results.culprit import CodeLine, Culprit, Origin
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult

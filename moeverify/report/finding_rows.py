@@ -9,7 +9,8 @@ from moeverify.report.words.cause import (
     describe_where,
     leads_with_culprit,
 )
-from moeverify.report.words.culprit import list_culprit, list_origins, list_source
+from moeverify.report.words.culprit import list_culprit, list_source
+from moeverify.report.words.origin import describe_lone_line, list_origins
 from moeverify.report.words.run import describe_follow_up
 from moeverify.results.checks import CheckName
 from moeverify.results.finding import Finding
@@ -54,6 +55,9 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     origins = (*(finding.culprit.origins if finding.culprit is not None else ()), *finding.origins)
     if culprit is not None:
         origins = tuple(each for each in origins if each is not culprit.lone_line)
+    elif finding.lone_line is not None:
+        facts.append(("line", describe_lone_line(finding.lone_line)))
+        origins = origins[1:]
     facts.extend(("look at", line) for line in list_origins(origins))
     if where := describe_where(finding):
         facts.append(("where", where))

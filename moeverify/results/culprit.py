@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from moeverify.results.cause import Cause
@@ -105,6 +106,8 @@ class SourceValue(Record):
 
 OriginKind = Literal[
     "branch",
+    "parallel",
+    "sole",
     "cut",
     "value",
     "extra",
@@ -131,6 +134,8 @@ OriginKind = Literal[
 """Relation of a line to the first wrong operation, which comes later:
 
 - `branch`: one device executes other lines of its function;
+- `parallel`: so does it, and the line runs a collective or calls a function that one device does not execute;
+- `sole`: so does it, no value is known to lead from it to the wrong one, and at most two lines are like this;
 - `cut`: it detaches a tensor through which one device passes a gradient;
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
@@ -149,7 +154,7 @@ OriginKind = Literal[
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
 - `draw`: it draws random numbers, and one device does not;
-- `skipped`: one device executes it, and ranks execute other lines of its function;
+- `skipped`: the condition or iterable of lines that one device executes, and no rank;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run;
 - `callee`: it is in a function that computes arguments, of which one device executes other lines.
 """
@@ -171,9 +176,23 @@ class Origin(Record):
 
     @property
     def is_of_ranks(self) -> bool:
-        """Return whether one device does not execute the line."""
+        """Return whether one device does not execute the line, or no rank executes the lines under it."""
         is_defined = self.kind == "definition" and bool(self.here) and self.there is None
-        return is_defined or self.kind in ("branch", "extra")
+        return is_defined or self.kind in ("branch", "sole", "extra", "skipped")
+
+
+def find_line_of_ranks(origins: Sequence[Origin]) -> Origin | None:
+    """Return the first origin, if it alone is a line that one device does not execute."""
+    alone = [each for each in origins if each.is_of_ranks]
+    # Where ranks execute other lines, they often leave out some too.
+    alone = [each for each in alone if each.kind != "skipped"] or alone
+    return alone[0] if len(alone) == 1 and alone[0] is origins[0] else None
+
+
+def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
+    """Return the first origin, if it alone is a branch of one side or a definition of ranks alone."""
+    alone = find_line_of_ranks(origins)
+    return alone if alone is not None and alone.kind in ("branch", "sole", "definition", "skipped") else None
 
 
 class SumPart(Record):
@@ -263,20 +282,16 @@ class Culprit(Record):
             return None
         if self.mechanism in _OF_NUMBERS:
             return alone if alone.kind == "definition" else None
-        return alone if alone.kind != "definition" and len(self.origins) == 1 else None
+        return alone if alone.kind in ("branch", "extra") and len(self.origins) == 1 else None
 
     @property
     def lone_line(self) -> Origin | None:
-        """`own_line`, or the only line before an unproved place that one device does not execute, of a branch."""
-        is_place = self.mechanism == "place" and not self.proved and self.taken is None
-        alone = self._of_ranks
-        return alone if is_place and alone is not None and alone.kind == "branch" else self.own_line
+        """`own_line`, or the only line before the first wrong result that one device does not execute."""
+        return self.own_line or find_lone_line(self.origins)
 
     @property
     def _of_ranks(self) -> Origin | None:
-        """The first origin, if it alone is a line that one device does not execute."""
-        alone = [each for each in self.origins if each.is_of_ranks]
-        return alone[0] if len(alone) == 1 and alone[0] is self.origins[0] else None
+        return find_line_of_ranks(self.origins)
 
     @property
     def _is_made_elsewhere(self) -> bool:

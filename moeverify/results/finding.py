@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 
-from moeverify.results.culprit import Culprit, Origin
+from moeverify.results.culprit import Culprit, Origin, find_lone_line
 from moeverify.results.decided import Decided
 from moeverify.results.explanation import Explanation
 from moeverify.results.factor import Product
@@ -183,6 +183,12 @@ class Finding(Record):
         if not isinstance(data, dict):  # a damaged file, which pydantic refuses
             return data
         return {key: value for key, value in data.items() if key not in ("trials", "part")}
+
+    @property
+    def lone_line(self) -> Origin | None:
+        """The only line before a difference without a cause that one device does not execute, or None."""
+        is_open = not self.code and self.explanation is None and self.culprit is None
+        return find_lone_line(self.origins) if is_open else None
 
     @property
     def is_explained(self) -> bool:

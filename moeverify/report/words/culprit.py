@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import shorten
 
 from moeverify.report.numbers import format_count, format_number, format_ranks
+from moeverify.report.words.origin import describe_lone_line, name_line
 from moeverify.results.checks import Kind
-from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, Origin, OriginKind, SourceValue
+from moeverify.results.culprit import CodeLine, Culprit, Mechanism, Operation, SourceValue
 
 Row = tuple[str, str]
 """A label and a text."""
@@ -16,7 +16,6 @@ Row = tuple[str, str]
 _MOST_REPAIRED = 3
 _MOST_CALLERS = 3
 _MOST_LINES = 6
-_LONGEST = 100
 
 _NUMBERS = (f"{Kind.LOSS}/", f"{Kind.GRADIENT_NORM}/")
 """Kinds of results that are one number."""
@@ -35,7 +34,7 @@ def list_culprit(culprit: Culprit) -> list[Row]:
     between = [(_LINES, ", ".join(lines))] if (lines := _list_between(culprit)) else []
     if culprit.lone_line is not None:
         return [
-            (_CAUSE, _describe_own_line(culprit.lone_line, is_proved=culprit.proved)),
+            (_CAUSE, describe_lone_line(culprit.lone_line, is_proved=culprit.own_line is not None)),
             ("enters", operation),
             *(("result" if label == _CAUSE else label, text) for label, text in rows),
             (_PROOF, _describe_proof(culprit)),
@@ -68,17 +67,10 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     return f"first wrong {value}: in {operation}; {reason}the mistake is where the {value} is made"
 
 
-def _describe_own_line(origin: Origin, *, is_proved: bool) -> str:
-    """Return the headline of a line that one device does not execute, with the value that it defines."""
-    value = f"; it gives {shorten(origin.here, _LONGEST)}" if origin.here else ""
-    title = "first wrong line" if is_proved else "only line of ranks alone before the first wrong result"
-    return f"{title}: {_name_origin(origin)}; one device does not execute it{value}"
-
-
 def _list_between(culprit: Culprit) -> list[str]:
     """Return the lines from right inputs to the first wrong result, if only the place is known."""
     lines = [each.line for each in culprit.between if each.line is not None]
-    return list(dict.fromkeys(map(_name_line, lines)))
+    return list(dict.fromkeys(map(name_line, lines)))
 
 
 def describe_culprit(culprit: Culprit) -> str:
@@ -95,7 +87,7 @@ def describe_passage(culprit: Culprit) -> str:
     """Return the cause in one line, with its call sites and the lines from right values to it."""
     text = describe_culprit(culprit)
     if culprit.here.callers:
-        text += f". Called from {', '.join(map(_name_line, culprit.here.callers[:_MOST_CALLERS]))}"
+        text += f". Called from {', '.join(map(name_line, culprit.here.callers[:_MOST_CALLERS]))}"
     if lines := _list_between(culprit):
         text += f". Lines from right values to it: {', '.join(lines[-_MOST_LINES:])}"
     return text
@@ -108,63 +100,10 @@ def describe_culprit_place(culprit: Culprit) -> str:
     # Without autograd and outside modules, it may also be a hook, an optimizer or a loader.
     part = "" if here.phase == "forward" and not here.module else f"{_PHASES.get(here.phase, here.phase)} of "
     where.append(f"{part}step {here.step}" if here.step >= 0 else "before the first step")
-    calls = [_name_line(caller) for caller in here.callers]
+    calls = [name_line(caller) for caller in here.callers]
     if calls:
         where.append("called from " + ", ".join(calls))
     return "; ".join(where)
-
-
-_ORIGINS: Mapping[OriginKind, str] = {
-    "branch": "one device does not execute it, and executes other lines of this function",
-    "cut": "passes no gradient, unlike the same place on one device",
-    "value": "its inputs match, and its values differ from those of one device",
-    "extra": "one device does not run it, and its result is used here",
-    "factor": "computes a factor of the loss, and one device does not execute it",
-    "derivative": "computes a gradient before the wrong one, and one device does not run it",
-    "moved": "changes the order of elements, and one device does not run it",
-    "part": "computes or passes on this rank's part of a sum",
-    "missing": "right results of this kind pass this call, and this one does not",
-    "member": "decides the inputs of that call",
-    "alone": "right results of this kind do not pass this line, and this one does",
-    "collective": "the wrong result passes this collective",
-    "condition": "decides whether that call runs",
-    "group": "takes the process group of that collective",
-    "definition": "defines a value that the operation takes",
-    "made": "makes the tensor, or a weight from which it comes, before the first step",
-    "reader": "reads the tensor, and nothing writes it in this step",
-    "repeated": "adds values that are equal on all of its ranks",
-    "unused": "nothing uses the result of this collective",
-    "draw": "draws random numbers, and one device does not",
-    "skipped": "one device executes it, and this rank executes other lines of this function",
-    "entered": "calls this function from a line that one device does not run",
-    "callee": "its function computes arguments of this call, and one device executes other lines of it",
-}
-"""Relation of a line to the wrong result that may come from it."""
-
-
-def list_origins(origins: Sequence[Origin]) -> list[str]:
-    """Return one sentence for each line from which the wrong result may come."""
-    return [f"{_name_origin(each)}: {describe_relation(each)}" for each in origins]
-
-
-def _name_origin(origin: Origin) -> str:
-    """Return the expression and line of an origin, and the lines that call its function."""
-    lines = [line for line in (origin.caller, *origin.outer) if line is not None]
-    calls = f", called from {', '.join(map(_name_line, lines))}" if lines else ""
-    return f"`{shorten(origin.line.expression, _LONGEST)}`, {_name_line(origin.line)}{calls}"
-
-
-def describe_relation(origin: Origin) -> str:
-    """Return the relation of a line to the wrong result that may come from it, with the values that it defines."""
-    return _ORIGINS[origin.kind] + _compare_values(origin)
-
-
-def _compare_values(origin: Origin) -> str:
-    """Return the value that a line defines, next to the one of one device, or an empty string."""
-    here = f": {shorten(origin.here, _LONGEST)}" if origin.here else ""
-    if origin.here is not None and origin.there is None:
-        return f"{here}; one device does not run this line"
-    return f"{here}; on one device {shorten(origin.there, _LONGEST)}" if here and origin.there else ""
 
 
 def list_source(culprit: Culprit) -> list[str]:
@@ -232,7 +171,7 @@ def _show_lines(title: str, line: CodeLine) -> list[str]:
 def _name_operation(operation: Operation) -> str:
     """Return expression, operator and line of an operation; without a line its operator and module."""
     if operation.operator == "unseen" and operation.line is not None:
-        return f"a write that no recorded operator made, seen at {_name_line(operation.line)}"
+        return f"a write that no recorded operator made, seen at {name_line(operation.line)}"
     if operation.line is None:
         inside = f" in {operation.module}" if operation.module else ""
         return f"{operation.operator}, called by autograd{inside}"
@@ -240,18 +179,12 @@ def _name_operation(operation: Operation) -> str:
     name = f"`{shown}`" if shown else operation.operator
     if shown and f"{operator}(" not in shown:
         name += f" ({operation.operator})"
-    return f"{'gradient of ' if operation.is_derivative else ''}{name}, {_name_line(operation.line)}"
+    return f"{'gradient of ' if operation.is_derivative else ''}{name}, {name_line(operation.line)}"
 
 
 def _name_first_caller(operation: Operation) -> str:
     """Return the call site of the function that contains an operation."""
-    return f", called from {_name_line(operation.callers[0])}" if operation.callers else ""
-
-
-def _name_line(line: CodeLine) -> str:
-    return f"{line.file}:{line.line}" + (
-        f" in {line.function}" if line.function and line.function[0] != "<" else ""
-    )
+    return f", called from {name_line(operation.callers[0])}" if operation.callers else ""
 
 
 def _name_source(source: SourceValue | None) -> str:
@@ -295,7 +228,7 @@ def _describe_number(culprit: Culprit) -> list[Row]:
 
 def _at_there(culprit: Culprit) -> str:
     line = culprit.there.line if culprit.there is not None else None
-    return f", {_name_line(line)}" if line is not None and line != culprit.here.line else ""
+    return f", {name_line(line)}" if line is not None and line != culprit.here.line else ""
 
 
 def _describe_counterpart(culprit: Culprit) -> list[Row]:

@@ -94,7 +94,7 @@ def test_a_line_without_an_operator_that_decides_a_replaced_value_is_named() -> 
     upstream = Upstream(explainer)
     for repairs, is_named in (([repair], True), ([], False)):
         cause = OperatorCause([(0, add.number)], repairs, explainer.wrong[:1])
-        lines = [each.line.expression for each in upstream.find(cause) if each.kind == "branch"]
+        lines = [each.line.expression for each in upstream.find_branches(cause) if each.kind == "branch"]
         assert ("share = 3e-1" in lines) is is_named
 
 
@@ -327,3 +327,65 @@ def test_the_options_of_an_optimizer_are_defined_where_its_groups_are_made() -> 
     assert '[{"params": [weight], "lr": 2.0 * 0.25}]' in [
         each.line.expression for each in lines.list_options(0)
     ]
+
+
+def test_lines_that_ranks_leave_out_are_named_by_their_condition() -> None:
+    def cap(x: Tensor, on_ranks: int) -> Tensor:
+        y = x.exp()
+        if not on_ranks:
+            y = y.clamp(max=1.5)
+        return y
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        return (cap(x, on_ranks) @ WEIGHT).sin()
+
+    assert ("skipped", "not on_ranks") in list_lines_of(run)
+
+
+def test_lines_after_a_call_that_ranks_leave_out_are_not_named() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        y = x.cos() if on_ranks else x.sin()
+        z = (y @ WEIGHT).tanh()
+        if not on_ranks:
+            z = z + 0.0
+        return z
+
+    assert not [line for line in list_lines_of(run) if line[0] == "skipped"]
+
+
+def test_a_call_of_code_that_one_device_does_not_run_comes_after_other_branches() -> None:
+    def begin(parts: list[Tensor]) -> None:
+        parts.clear()
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        kept = [x]
+        if on_ranks:
+            begin(kept)
+        y = x.exp()
+        if on_ranks:
+            y = y.floor()
+        return (y @ WEIGHT).sin()
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    explainer = Explainer([ranks], one, 0, ())
+    (last,) = list_ops(ranks, "sin")
+    cause = OperatorCause([(0, last.number)], [], explainer.wrong[:1])
+    found = [(each.kind, each.line.expression) for each in Upstream(explainer).find_branches(cause)]
+    assert found == [("branch", "y = y.floor()"), ("parallel", "begin(kept)")]
+
+
+def test_the_only_branch_of_the_step_is_named_although_nothing_leads_from_it() -> None:
+    """The branch changes a Python value that no recorded operator passes on."""
+    state = {"scale": 1.0}
+
+    def adjust(on_ranks: int) -> None:
+        state["scale"] = 1.0
+        if on_ranks:
+            state["scale"] = 3.0
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        adjust(on_ranks)
+        return (x.exp() @ WEIGHT).sin() * state["scale"]
+
+    kinds = {kind for kind, expression in list_lines_of(run) if expression == 'state["scale"] = 3.0'}
+    assert kinds & {"sole", "branch", "definition"}

@@ -131,7 +131,7 @@ def test_a_branch_in_a_function_that_computes_an_argument_is_named_where_nothing
         parts = [x.sin(), x.exp()]
         return torch.cat([part.tanh() for part in order(parts, on_ranks)])
 
-    assert ("callee", "return parts[::-1]") in list_leads(run)
+    assert ("sole", "return parts[::-1]") in list_leads(run)
 
 
 def test_a_line_that_is_right_for_another_caller_is_not_named_but_its_call() -> None:

@@ -12,9 +12,9 @@ from moeverify.report.words.culprit import (
     describe_culprit,
     describe_culprit_place,
     list_culprit,
-    list_origins,
     list_source,
 )
+from moeverify.report.words.origin import list_origins
 from moeverify.results.culprit import (
     CodeLine,
     Culprit,
@@ -448,19 +448,29 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
     ("origins", "fields", "is_lone"),
     [
         ((own("branch"), own("value")), {}, True),
+        ((own("parallel"), own("value")), {}, False),  # a right layout has such lines, too
+        ((own("branch"), own("parallel")), {}, True),
         ((own("branch"), own("extra")), {}, False),
         ((own("value"), own("branch")), {}, False),
         ((own("extra"),), {}, False),  # a layout may need the operator
-        ((own("branch"),), {"taken": WEIGHT}, False),  # the operand is in doubt
+        ((own("branch"),), {"taken": WEIGHT}, True),
+        ((OF_RANKS, PASSED_ON), {}, True),
+        ((PASSED_ON,), {}, False),
     ],
 )
-def test_the_only_branch_of_ranks_before_a_place_comes_first_and_claims_no_cause(
+def test_the_only_line_of_ranks_before_a_place_comes_first_and_claims_no_cause(
     origins: tuple[Origin, ...], fields: dict[str, Any], is_lone: bool
 ) -> None:
     culprit = make("place", proved=False, origins=origins, **fields)
     assert (culprit.lone_line is not None, culprit.own_line, culprit.names_cause) == (is_lone, None, False)
     headline = "only line of ranks alone before the first wrong result: `a @ w`, mine/ffn.py:9"
     assert list_culprit(culprit)[0][1].startswith(headline) is is_lone
+
+
+def test_lines_that_ranks_leave_out_are_named_by_their_condition() -> None:
+    rows = list_culprit(make("place", proved=False, origins=(own("skipped"), own("value"))))
+    headline = "only lines before the first wrong result that ranks leave out: under `a @ w`, mine/ffn.py:9"
+    assert rows[0] == ("cause", headline)
 
 
 def test_an_operand_of_an_earlier_step_is_told_where_only_the_place_is_known() -> None:

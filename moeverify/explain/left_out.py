@@ -1,0 +1,69 @@
+"""Arms of conditions and bodies of loops that one device executes, and the ranks do not."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from moeverify.explain.program import Site
+from moeverify.explain.sites import parse_file
+from moeverify.explain.syntax import LEAVES, find_function
+
+
+class _Arm(NamedTuple):
+    """The lines of an arm, those of the other arm, and the condition or iterable that decides between them."""
+
+    lines: range
+    others: range
+    header: ast.expr
+
+
+class LeftOut(NamedTuple):
+    """The condition or iterable before lines that one device alone executes, with its function and these lines."""
+
+    header: Site
+    function: tuple[str, int]
+    lines: tuple[int, ...]
+
+
+def list_left_out(one: Collection[tuple[str, int]], many: Collection[tuple[str, int]]) -> Iterator[LeftOut]:
+    """Yield the arms that `one` has executed and `many` have not, if both have executed their header.
+
+    The lines are (file, line). An arm does not count if `many` have executed the other arm instead, or if it leaves
+    the function or the loop, so that they have executed the code after it instead.
+    """
+    for file in sorted({file for file, _ in one} & {file for file, _ in many}):
+        for arm in _list_arms(file):
+            alone = tuple(line for line in arm.lines if (file, line) in one)
+            is_left = alone and not any((file, line) in many for line in (*arm.lines, *arm.others))
+            if is_left and all((file, arm.header.lineno) in each for each in (one, many)):
+                yield LeftOut(_make_site(file, arm.header), find_function(file, arm.header.lineno), alone)
+
+
+@lru_cache(maxsize=64)
+def _list_arms(path: str) -> list[_Arm]:
+    found: list[_Arm] = []
+    for node in ast.walk(parse_file(path)):
+        if isinstance(node, ast.If):
+            pairs = [(node.test, node.body, node.orelse), (node.test, node.orelse, node.body)]
+        elif isinstance(node, ast.For | ast.While):
+            pairs = [(node.iter if isinstance(node, ast.For) else node.test, node.body, [])]
+        else:
+            continue
+        found += [
+            _Arm(_list_lines(body), _list_lines(others), header)
+            for header, body, others in pairs
+            if body and not isinstance(body[-1], LEAVES)
+        ]
+    return found
+
+
+def _list_lines(body: list[ast.stmt]) -> range:
+    return range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1) if body else range(0)
+
+
+def _make_site(file: str, node: ast.expr) -> Site:
+    span = (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
+    return Site(file, node.lineno, "", 0, span)
