@@ -54,7 +54,6 @@ _KIND_OF_OPERATION = {
     "own-values": "state",
     "rounded": "dtype",
     "zeroed": "edit",
-    "lost-elements": "edit",
 }
 
 _KIND_OF_CODE = {

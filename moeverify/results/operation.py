@@ -86,24 +86,6 @@ class Zeroed(Record):
     absent: bool = False
 
 
-class LostElements(Record):
-    """Up to `num_lost` of the `num_elements` elements of a shard are zero; all others are correct.
-
-    With `at_end` these are the last elements. If they are whole slices along `dim`, `slices` has the first
-    of their `num_slices` global indices. `own` has their local indices if these are equal on all ranks.
-    """
-
-    kind: Literal["lost-elements"] = "lost-elements"
-    num_lost: int
-    num_elements: int
-    at_end: bool
-    ranks: tuple[int, ...]
-    dim: int | None = None
-    slices: tuple[int, ...] = ()
-    num_slices: int = 0
-    own: tuple[int, ...] = ()
-
-
 class Moved(Record):
     """Correct values in other positions; with `copies`, some are in several positions and others in none.
 
@@ -259,7 +241,6 @@ Operation = Annotated[
     | Unreduced
     | Misplaced
     | Zeroed
-    | LostElements
     | Moved
     | Reordered
     | Shifted

@@ -26,7 +26,6 @@ ORDER = (
     ("gradient_norm",),
     ("previous_value", "permutation", "shifted_read"),
     ("another_tensor",),
-    ("lost_elements",),
     ("rounding",),
     ("own_values", "altered"),
 )

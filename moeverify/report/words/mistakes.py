@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
@@ -12,7 +11,6 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
     Altered,
-    LostElements,
     Miscounted,
     Misplaced,
     NormOfSlices,
@@ -55,21 +53,6 @@ def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
 
 def _format_shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
-
-
-def describe_lost(operation: LostElements, subject: str) -> str:
-    """Return how many elements of the shards of `subject` are zero, and where."""
-    if operation.dim is not None:
-        num_more = operation.num_slices - len(operation.slices)
-        listed = ", ".join(map(str, operation.slices)) + (f" and {num_more} more" if num_more else "")
-        noun, verb = ("slice", "is") if operation.num_slices == 1 else ("slices", "are")
-        which = f"{noun} {listed} along dim {operation.dim} of {subject}"
-        own = f", {', '.join(map(str, operation.own))} of its own part" if operation.own else ""
-        return f"{which} {verb} zero on {format_ranks(operation.ranks)}{own}"
-    which = (
-        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
-    )
-    return f"{which} of a shard of {subject} are zero on {format_ranks(operation.ranks)}"
 
 
 _OWN_TOKENS: Mapping[OwnTokens, str] = {

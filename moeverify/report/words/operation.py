@@ -18,7 +18,6 @@ from moeverify.report.words.layout import describe_reordered
 from moeverify.report.words.mistakes import (
     describe_altered,
     describe_loss_scale,
-    describe_lost,
     describe_miscounted,
     describe_misplaced,
     describe_norm_of_slices,
@@ -33,7 +32,6 @@ from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
     Carried,
-    LostElements,
     Moved,
     OwnValues,
     RepeatedShard,
@@ -198,11 +196,6 @@ def _(operation: Shifted, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     places = f"{subject.pick('has', 'have')} the right values in wrong places"
     return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
-
-
-@describe_operation.register
-def _(operation: LostElements, explanation: Explanation) -> str:
-    return describe_lost(operation, str(name_subject(explanation.subject)))
 
 
 @describe_operation.register

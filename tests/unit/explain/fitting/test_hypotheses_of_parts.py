@@ -5,9 +5,6 @@ Each is tested on a new bug of its class, and on a bug of another class that it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
 import torch
 from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_origin, make_sharded, make_tensor
 
@@ -16,7 +13,6 @@ from moeverify.explain.fitting.counter_tests import count_right_alike
 from moeverify.parallel.regions.region import Region
 from moeverify.results.factor import Source
 from moeverify.results.operation import (
-    LostElements,
     Stepped,
     Unmoved,
 )
@@ -41,50 +37,6 @@ def test_a_counter_of_steps_is_read_as_a_number() -> None:
     assert outcome.explanation.operation == Stepped(num_steps=-2)
     moment = make_tensor(draw(3), draw(3, seed=1), name="up.weight.exp_avg", kind="optimizer_state")
     assert not find_hypothesis("step_counter").applies(moment, make_inputs(moment))
-
-
-def test_elements_that_are_zero_are_named_with_their_place() -> None:
-    expected = draw(4, 6)
-    first, second = expected[:2].clone(), expected[2:].clone()
-    first.view(-1)[-3:] = 0.0
-    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
-    assert found is not None
-    assert found.operation == LostElements(num_lost=3, num_elements=12, at_end=True, ranks=(0,))
-    first = expected[:2].clone()
-    first.view(-1)[2:4] = 0.0
-    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
-    assert found is not None
-    assert found.operation == LostElements(num_lost=2, num_elements=12, at_end=False, ranks=(0,))
-
-
-@pytest.mark.parametrize(
-    ("dim", "lost", "known"), [(0, [3], (3,)), (1, [1, 4], (1, 4)), (1, range(5), (0, 1, 2, 3))]
-)
-def test_whole_slices_that_are_zero_are_named_by_their_global_index(
-    dim: int, lost: Sequence[int], known: tuple[int, ...]
-) -> None:
-    expected = draw(4, 6)
-    actual = expected.index_fill(dim, torch.tensor(list(lost)), 0.0)
-    found = examine(
-        "lost_elements", make_sharded(expected, actual[:2].clone(), actual[2:].clone())
-    ).explanation
-    assert found is not None
-    assert isinstance(found.operation, LostElements)
-    assert (found.operation.dim, found.operation.slices) == (dim, known)
-    assert found.operation.num_slices == len(lost)
-    assert found.operation.ranks == ((1,) if dim == 0 else (0, 1))
-    assert found.operation.own == ((1,) if dim == 0 else ())  # the second row of rank 1's part
-
-
-def test_zeros_beside_other_errors_are_no_lost_elements() -> None:
-    expected = draw(4, 6)
-    first, second = expected[:2].clone(), expected[2:] * 2.0
-    first.view(-1)[-3:] = 0.0
-    assert examine("lost_elements", make_sharded(expected, first, second)).explanation is None
-    assert examine("lost_elements", make_sharded(expected, 0.0 * first, expected[2:])).explanation is None
-    first = expected[:2].clone()
-    first.view(-1)[-1] = 0.0
-    assert examine("lost_elements", make_sharded(expected, first, expected[2:])).explanation is None
 
 
 def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
