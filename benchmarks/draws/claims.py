@@ -329,7 +329,6 @@ def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
     if factors and all(_number(factor["value"]) == 0 for factor in factors):
         return _read_missing([part.get("tokens") or {} for part in parts]), False
     named = operation.get("ranks") or operation.get("loss_scale") or operation.get("local_means")
-    named = named or operation.get("own_tokens")
     return "scale", not (named or any(factor.get("equals") for factor in factors))
 
 

@@ -18,26 +18,13 @@ from moeverify.results.part import Block, Contribution, Group
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
 
-OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
-"""The weight of a batch share as a function of n, its own number of valid tokens.
-
-| Value | Weight |
-|---|---|
-| `times` | n |
-| `divided` | 1 / n |
-| `share` | n / mean of n over all shares |
-| `of-largest` | n / largest n |
-| `largest-over` | largest n / n |
-| `root` | sqrt(n / mean of n) |
-"""
-
 
 class Scaled(Record):
     """Parts with a wrong multiple: too large, too small, missing, or counted although they should not be.
 
     `contributions` has the wrong parts. `local_means` is the number of shares if the weights come from a
     mean of means, where each share is divided by its own number of valid tokens; `means_factor` multiplies
-    it. `own_tokens` gives the weights as a function of the shares' valid tokens.
+    it.
 
     `ranks` are the affected ranks, if replicas on other ranks are correct. If `loss_scale` is nonzero, a
     norm is 2 ** `loss_scale` times the correct one, as with gradients that keep a loss scale.
@@ -47,7 +34,6 @@ class Scaled(Record):
     contributions: tuple[Contribution, ...]
     local_means: int = 0
     means_factor: Factor | None = None
-    own_tokens: OwnTokens | None = None
     ranks: tuple[int, ...] = ()
     loss_scale: int = 0
 

@@ -21,7 +21,6 @@ ORDER = (
         "loss_terms",
         "tied_uses",
         "batch_shares",
-        "share_terms",
     ),
     ("gradient_norm",),
     ("previous_value", "permutation", "shifted_read"),

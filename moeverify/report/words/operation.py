@@ -64,7 +64,7 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens:
+    if operation.local_means:
         return describe_weights(operation)
     if any(each.part.group for each in wrong):
         return _describe_parts(wrong, explanation)
