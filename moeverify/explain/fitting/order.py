@@ -19,7 +19,6 @@ ORDER = (
     (
         "one_factor",
         "loss_terms",
-        "tied_uses",
         "batch_shares",
     ),
     ("gradient_norm",),

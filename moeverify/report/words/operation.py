@@ -138,10 +138,8 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
     parts = []
     for each in wrong:
-        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss"
-        parts.append(
-            f"the part of {name} is {describe_factor(each.factor, is_estimate=explanation.is_estimate)}"
-        )
+        factor = describe_factor(each.factor, is_estimate=explanation.is_estimate)
+        parts.append(f"the part of the {each.part.term} loss is {factor}")
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 
