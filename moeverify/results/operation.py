@@ -144,15 +144,10 @@ class NormOfSlices(Record):
 
 
 class Rounded(Record):
-    """Values that are correct up to the rounding of a narrower `dtype`.
-
-    `is_representable` means that every value is one of `dtype`; otherwise only the size of the errors is
-    known.
-    """
+    """Values that are correct up to the rounding of a narrower `dtype`: every value is one of it."""
 
     kind: Literal["rounded"] = "rounded"
     dtype: str
-    is_representable: bool
 
 
 class Miscounted(Record):

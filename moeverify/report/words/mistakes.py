@@ -108,13 +108,9 @@ def describe_rounded(operation: Rounded, explanation: Explanation) -> str:
     module = explanation.subject.module
     is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
     first = f", first in {module}" if module and is_tensor else ""
-    if operation.is_representable:
-        hold = subject.pick("holds", "hold")
-        other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
-        return (
-            f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
-        )
-    return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
+    hold = subject.pick("holds", "hold")
+    other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
+    return f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
 
 
 def describe_altered(operation: Altered, explanation: Explanation) -> str:
