@@ -23,21 +23,17 @@ _LEAST_ROUNDED, _MARGIN = 16, 16.0
 _MOST_ORDERS = 3  # if more orders fit, report none
 
 
-@dataclass(frozen=True, order=True)
-class Where:
-    """The ranks or micro-batches that have an order; both are empty if all have it."""
-
-    micro_batches: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
+_OnRanks = tuple[Order, tuple[int, ...]]
+"""An order and the ranks that have it; empty if all have it."""
 
 
 @dataclass(frozen=True)
 class FoundOrders:
-    """Orders that explain a tensor, the simplest first, and the place to which they are limited."""
+    """Orders that explain a tensor, the simplest first; `ranks` have them, or all if it is empty."""
 
     scope: Scope
     orders: tuple[Order, ...]
-    where: Where
+    ranks: tuple[int, ...]
     num_tried: int
 
 
@@ -88,7 +84,7 @@ class OrderSearch:
         if not samples:
             return None
         for number, grid in enumerate(level.grids):
-            found: list[tuple[Order, Where]] = []
+            found: list[_OnRanks] = []
             for order in _list_all(grid):
                 self.num_tried += 1
                 where = self._confirm(order, level, samples)
@@ -127,8 +123,8 @@ class OrderSearch:
 
     def _confirm(
         self, order: Order, level: Level, samples: Sequence[tuple[Piece, Member, Tensor]]
-    ) -> Where | None:
-        """Return the ranks or micro-batches that have an order; None if it does not fit or is ambiguous."""
+    ) -> tuple[int, ...] | None:
+        """Return the ranks that have an order, empty for all; None if it does not fit."""
         if not all(self._gives(order, *each) for each in samples):
             return None
         moved: list[Member] = []
@@ -145,16 +141,13 @@ class OrderSearch:
                 elif not is_right:
                     moved.append(member)
         if not spared:
-            return Where()
-        if not {each.rank for each in moved} & {each.rank for each in spared}:
-            return Where(ranks=tuple(sorted({each.rank for each in moved})))
-        if not {each.call for each in moved} & {each.call for each in spared}:
-            return Where(micro_batches=tuple(sorted({each.call for each in moved})))
-        return None
+            return ()
+        ranks = {each.rank for each in moved}
+        return None if ranks & {each.rank for each in spared} else tuple(sorted(ranks))
 
-    def _drop_equal(self, found: Sequence[tuple[Order, Where]], level: Level) -> list[tuple[Order, Where]]:
+    def _drop_equal(self, found: Sequence[_OnRanks], level: Level) -> list[_OnRanks]:
         """Return one of each set of orders that move every value to the same place."""
-        kept: list[tuple[Order, Where]] = []
+        kept: list[_OnRanks] = []
         places = torch.arange(len(level.pieces[0].expected))
         maps: list[Tensor] = []
         for order, where in found:
