@@ -314,9 +314,8 @@ def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the kind that a check's own facts imply."""
     about = facts.get("about")
     if about in _KIND_OF_FACTS:
-        keys = ("rounded", "factors", "is_own", "form", "dtype")
-        kind = "reduction" if facts.get("form") == "own" else _KIND_OF_FACTS[about]
-        return kind, not any(facts.get(key) for key in keys)
+        keys = ("factors", "is_own", "dtype")
+        return _KIND_OF_FACTS[about], not any(facts.get(key) for key in keys)
     return _KIND_OF_CODE.get(code, ""), code in _CODES_OF_A_PLACE
 
 
