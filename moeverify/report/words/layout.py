@@ -13,7 +13,8 @@ from moeverify.results.layout import (
     Reordered,
 )
 
-_NUMBERED = ("parts", "groups", "heads", "key-value heads", "experts")
+_PLURALS = {"batch": "batch rows", "sequence": "positions"}
+_NUMBERED = ("ranks", "chunks", "parts", "groups", "heads", "key-value heads", "experts")
 _MOST_LISTED, _FEW = 8, 4
 
 
@@ -24,7 +25,9 @@ def describe_reordered(operation: Reordered, explanation: Explanation) -> str:
     text = f"{subject} {texts[0]}"
     if len(texts) > 1:
         text += "".join(f", or {each}" for each in texts[1:]) + ": the values are the same here"
-    return text + (f", on {format_ranks(operation.ranks)} alone" if operation.ranks else "")
+    text += f", on {format_ranks(operation.ranks)} alone" if operation.ranks else ""
+    numbers = ", ".join(map(str, operation.micro_batches))
+    return text + (f", in micro-batch {numbers} alone" if numbers else "")
 
 
 def _describe_order(order: Order, subject: Phrase) -> str:
@@ -35,9 +38,11 @@ def _describe_order(order: Order, subject: Phrase) -> str:
             parts = _name_blocks(right[0])
             return f"{have} {parts} interleaved element by element instead of one after the other"
         if order.way == "read" and _is_interleaved(dims, right):
-            one = "elements" if right[1].name == "width" else right[1].name
-            dealt = f"{have} {one} dealt in turn to {_name_blocks(right[0])}"
-            return f"{dealt}; each should have consecutive ones"
+            what = _PLURALS.get(right[1].name, right[1].name)
+            parts = (
+                f"{have} {'elements' if what == 'width' else what} dealt in turn to {_name_blocks(right[0])}"
+            )
+            return f"{parts}; each should have consecutive ones"
         stored, read = (dims, right) if order.way == "stored" else (right, dims)
         return f"{be} stored as {_name_dims(stored)} and read as {_name_dims(read)}"
     return f"{have} {_describe_turn(order)}"
@@ -56,19 +61,29 @@ def _describe_turn(order: Order) -> str:
 
 def _describe_parts(order: Order, what: str) -> str:
     (dim,) = order.dims
+    what = _PLURALS.get(what, what)
     size, number = dim.size, order.number
     if order.way == "same":
-        return f"the values of number {number} in all {size} {what}"
+        return f"the values of {_name_one(dim, number)} in all {size} {what}"
     if size <= (_MOST_LISTED if dim.name in _NUMBERED or order.way != "rolled" else _FEW):
         places = list(range(size))
-        listed = places[::-1] if order.way == "reversed" else places[-number:] + places[:-number]
+        half = [at for pair in zip(places[: size // 2], places[::-1], strict=False) for at in pair]
+        listed = {
+            "reversed": places[::-1],
+            "rolled": places[-number:] + places[:-number],
+            "zigzag": half,
+            "out-of-zigzag": sorted(range(len(half)), key=half.__getitem__),
+        }[order.way]
         return f"the {size} {what} in the order {', '.join(map(str, listed))}"
     if order.way == "reversed":
         return f"the {size} {what} in reverse order"
-    moved = number if 2 * number <= size else number - size
-    late = "late" if moved > 0 else "early"
-    plural = "" if abs(moved) == 1 else "s"
-    return f"the {size} {what} {abs(moved)} place{plural} too {late}, around the end"
+    if order.way == "rolled":
+        moved = number if 2 * number <= size else number - size
+        late = "late" if moved > 0 else "early"
+        plural = "" if abs(moved) == 1 else "s"
+        return f"the {size} {what} {abs(moved)} place{plural} too {late}, around the end"
+    zigzag = "a zigzag" if order.way == "zigzag" else "an inverse zigzag"
+    return f"the {size} {what} in the order of {zigzag}"
 
 
 def _leave_out_fixed(dims: Sequence[Dim], right: Sequence[Dim]) -> tuple[Sequence[Dim], Sequence[Dim]]:
@@ -95,5 +110,16 @@ def _name_dims(dims: Sequence[Dim]) -> str:
 
 
 def _name_parts(dim: Dim) -> str:
-    """Return the noun for the entries along a dim: `parts of the rows`, `heads`."""
-    return f"{dim.name} of the {dim.of}" if dim.name in ("parts", "groups") else dim.name
+    """Return the noun for the entries along a dim: `ranks of cp`, `chunks of the sequence`, `heads`."""
+    if dim.name == "ranks":
+        return f"ranks of {dim.axis}"
+    if dim.name in ("chunks", "parts", "groups"):
+        return f"{dim.name} of the {dim.of}"
+    return dim.name
+
+
+def _name_one(dim: Dim, number: int) -> str:
+    """Return one entry along a dim, by its number."""
+    if dim.name == "ranks":
+        return f"rank {number} of {dim.axis}"
+    return f"number {number}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from moeverify.explain.fitting.hypotheses.base import Hypothesis, Outcome, explain_by
 from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.layouts.levels import Counts, list_parameter_levels
+from moeverify.explain.fitting.layouts.levels import Counts, Level, list_parameter_levels, list_token_levels
 from moeverify.explain.fitting.layouts.search import OrderSearch
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
@@ -14,6 +14,7 @@ from moeverify.results.explanation import Quantity
 from moeverify.results.layout import DimName, Reordered
 from moeverify.results.observation import TriedOrders
 
+_OF_MODULES = (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
 _OF_KEYS, _OF_EXPERTS = (".k_", ".v_", ".key", ".value"), ".experts."
 
 
@@ -26,6 +27,7 @@ class ReorderedHypothesis(Hypothesis):
     name = "reordered"
     quantities = frozenset(
         {
+            *_OF_MODULES,
             Quantity.INITIAL_VALUE,
             Quantity.GRADIENT,
             Quantity.UPDATE,
@@ -35,24 +37,44 @@ class ReorderedHypothesis(Hypothesis):
     )
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
-        """Test the orders of the whole tensor, then of each rank's values."""
-        (tensor,) = tensors
+        """Test the orders of each rank's values, of groups of ranks, and of the whole tensor."""
+        for tensor in (tensors[0], *inputs.list_beside(tensors[0])):
+            if (outcome := self._search(tensor, inputs)) is not None:
+                return outcome
+        return None
+
+    def _search(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome | None:
         search = OrderSearch(tensor)
-        found = search.run(list_parameter_levels(tensor, _count_parts(tensor.name, inputs)))
+        found = search.run(_list_levels(tensor, inputs))
         if found is None:
             return None
         seen = TriedOrders(num_tried=search.num_tried, num_giving=len(found.orders))
-        operation = Reordered(scope=found.scope, orders=found.orders, ranks=found.ranks)
-        cause = Cause.DUPLICATE if found.orders[0].way == "same" else Cause.PERMUTATION
+        where = found.where
+        operation = Reordered(
+            scope=found.scope, orders=found.orders, ranks=where.ranks, micro_batches=where.micro_batches
+        )
+        is_copy = found.orders[0].way == "same" and tensor.quantity not in _OF_MODULES
+        cause = Cause.DUPLICATE if is_copy else Cause.PERMUTATION
         return self.accept(explain_by(cause, operation, (tensor,), inputs), seen)
 
 
-def _count_parts(name: str, inputs: DiagnosisInputs) -> Counts:
+def _list_levels(tensor: WrongTensor, inputs: DiagnosisInputs) -> Iterator[Level]:
+    groups = inputs.groups_of(tensor)
+    degrees = tuple(dict.fromkeys(len(members[0]) for members in groups.values()))
+    if tensor.quantity in _OF_MODULES:
+        origin = inputs.origin_of(tensor)
+        name = tensor.name if origin is None else origin.culprit or origin.module
+    else:
+        name = tensor.name
     sizes = {source.name: source.size for source in inputs.axes.counts_of(name)}
-    heads: DimName = "key-value heads" if any(part in name for part in _OF_KEYS) else "heads"
+    is_of_keys = any(part in name for part in _OF_KEYS)
+    heads: DimName = "key-value heads" if is_of_keys else "heads"
     kinds: Sequence[DimName] = (heads, "experts") if _OF_EXPERTS in name else (heads,)
     named: Mapping[DimName, int] = {each: sizes[each] for each in kinds if each in sizes}
-    return Counts(named)
+    counts = Counts(named, degrees)
+    if tensor.quantity in _OF_MODULES:
+        return list_token_levels(tensor, groups, counts)
+    return list_parameter_levels(tensor, counts)
 
 
 HYPOTHESIS = ReorderedHypothesis()

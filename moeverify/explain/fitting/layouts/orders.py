@@ -1,8 +1,8 @@
 """Grammar of layouts: the possible wrong orders of a tensor's values.
 
-A parameter is a row-major grid of named dims. A dim may be split in two, such as columns into heads. A
-mistake permutes the dims, as a missing or additional transpose does, or reorders the parts along one dim:
-reversed or rolled. Nothing is fitted: each order is a function from the place of an
+A tensor is a row-major grid of named dims. A dim may be split in two: a sequence into chunks, columns into
+heads. A mistake permutes the dims, as a missing or additional transpose does, or reorders the parts along
+one dim: reversed, rolled or in zigzag. Nothing is fitted: each order is a function from the place of an
 element to its right place.
 """
 
@@ -16,10 +16,10 @@ from itertools import pairwise, permutations
 import torch
 from torch import Tensor
 
-from moeverify.results.layout import Dim, DimName, Order
+from moeverify.results.layout import Dim, DimName, Order, OrderWay
 
 _MOST_DIMS = 5  # all orders of these are tried: 120
-_OF_HALVES = ("rows", "columns")
+_OF_HALVES = ("sequence", "features", "rows", "columns")
 """Dims whose roll by half is described as an exchange of their halves."""
 
 _MOST_ROLLED = 8  # parts of a dim for which rolls by all numbers are tried
@@ -68,10 +68,15 @@ def list_parts(order: Order) -> Tensor:
     """Return, for each place along the order's single dim, the part that it contains."""
     size, number = order.dims[0].size, order.number
     places = torch.arange(size)
+    half = torch.arange(size // 2)
+    # With four chunks, a zigzag gives chunks 0 and 3 to the first rank, 1 and 2 to the second.
+    zigzag = torch.stack([half, size - 1 - half], dim=1).flatten()
     ways: dict[str, Callable[[], Tensor]] = {
         "reversed": lambda: size - 1 - places,
         "rolled": lambda: places.roll(number),
         "same": lambda: torch.full_like(places, number),
+        "zigzag": lambda: zigzag,
+        "out-of-zigzag": zigzag.argsort,
     }
     return ways[order.way]()
 
@@ -115,7 +120,7 @@ def _moves(turned: Sequence[int], grid: Grid) -> bool:
     return grid.apart is None or grid.apart not in set(pairwise(turned))
 
 
-def list_turns(grid: Grid, at: int) -> Iterator[Order]:
+def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator[Order]:
     """Yield the orders of the parts along one dim, including copies of one part to all places."""
     dim = grid.dims[at]
     if grid.apart is not None and at == grid.apart[1] and dim.size > _MOST_ROLLED:
@@ -127,9 +132,11 @@ def list_turns(grid: Grid, at: int) -> Iterator[Order]:
     if grid.apart is None and dim.name in _OF_HALVES:
         rolls = [number for number in rolls if 2 * number != dim.size]
     found += [Order(way="rolled", dims=(dim,), right=grid.dims, number=number) for number in rolls]
+    if dim.size % 2 == 0 and dim.size > 2:
+        found += [Order(way=way, dims=(dim,), right=grid.dims) for way in ("zigzag", "out-of-zigzag")]
     sames = range(dim.size) if 1 < dim.size <= _MOST_ROLLED else ()
     found += [Order(way="same", dims=(dim,), right=grid.dims, number=number) for number in sames]
-    yield from found
+    yield from (order for order in found if order.way not in but)
 
 
 def list_divisors(size: int) -> list[int]:

@@ -23,17 +23,21 @@ _LEAST_ROUNDED, _MARGIN = 16, 16.0
 _MOST_ORDERS = 3  # if more orders fit, report none
 
 
-_OnRanks = tuple[Order, tuple[int, ...]]
-"""An order and the ranks that have it; empty if all have it."""
+@dataclass(frozen=True, order=True)
+class Where:
+    """The ranks or micro-batches that have an order; both are empty if all have it."""
+
+    micro_batches: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class FoundOrders:
-    """Orders that explain a tensor, the simplest first; `ranks` have them, or all if it is empty."""
+    """Orders that explain a tensor, the simplest first, and the place to which they are limited."""
 
     scope: Scope
     orders: tuple[Order, ...]
-    ranks: tuple[int, ...]
+    where: Where
     num_tried: int
 
 
@@ -84,7 +88,7 @@ class OrderSearch:
         if not samples:
             return None
         for number, grid in enumerate(level.grids):
-            found: list[_OnRanks] = []
+            found: list[tuple[Order, Where]] = []
             for order in _list_all(grid):
                 self.num_tried += 1
                 where = self._confirm(order, level, samples)
@@ -123,8 +127,8 @@ class OrderSearch:
 
     def _confirm(
         self, order: Order, level: Level, samples: Sequence[tuple[Piece, Member, Tensor]]
-    ) -> tuple[int, ...] | None:
-        """Return the ranks that have an order, empty for all; None if it does not fit."""
+    ) -> Where | None:
+        """Return the ranks or micro-batches that have an order; None if it does not fit or is ambiguous."""
         if not all(self._gives(order, *each) for each in samples):
             return None
         moved: list[Member] = []
@@ -141,13 +145,16 @@ class OrderSearch:
                 elif not is_right:
                     moved.append(member)
         if not spared:
-            return ()
-        ranks = {each.rank for each in moved}
-        return None if ranks & {each.rank for each in spared} else tuple(sorted(ranks))
+            return Where()
+        if not {each.rank for each in moved} & {each.rank for each in spared}:
+            return Where(ranks=tuple(sorted({each.rank for each in moved})))
+        if not {each.call for each in moved} & {each.call for each in spared}:
+            return Where(micro_batches=tuple(sorted({each.call for each in moved})))
+        return None
 
-    def _drop_equal(self, found: Sequence[_OnRanks], level: Level) -> list[_OnRanks]:
+    def _drop_equal(self, found: Sequence[tuple[Order, Where]], level: Level) -> list[tuple[Order, Where]]:
         """Return one of each set of orders that move every value to the same place."""
-        kept: list[_OnRanks] = []
+        kept: list[tuple[Order, Where]] = []
         places = torch.arange(len(level.pieces[0].expected))
         maps: list[Tensor] = []
         for order, where in found:
