@@ -20,6 +20,7 @@ ORDER = (
         "one_factor",
         "loss_terms",
         "batch_shares",
+        "share_terms",
     ),
     ("gradient_norm",),
     ("previous_value", "permutation", "shifted_read"),

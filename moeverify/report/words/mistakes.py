@@ -56,9 +56,11 @@ def _format_shape(shape: Sequence[int]) -> str:
 
 def describe_weights(operation: Scaled) -> str:
     """Return the rule for the weights of the batch's shares, if it is known."""
+    terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
+    about = f" in the {' and the '.join(terms)} loss" if terms else ""
     scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"
     return (
-        f"mean of means: each of the {operation.local_means} data shards is divided by its own number of "
+        f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
         f"valid tokens{scale}"
     )
 

@@ -44,14 +44,20 @@ class BatchShares(LinearFit):
         return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
-        """Return the wrong shares, and whether their weights are those of a mean of means."""
+        """Return the wrong shares, and whether the weights of each wrong term are those of a mean of means.
+
+        The right loss of V valid tokens in n shares is sum_i(sum of share i) / V. A mean of means is 1/n *
+        sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common
+        f means that the means are summed, or divided by another number.
+        """
         assert inputs.components is not None
         components = inputs.components()
-        factor = _measure_means(fit, components)
-        if factor is None:
+        terms = {each.part.term for each in wrong}
+        first, *others = [_measure_means(term, fit, components) for term in sorted(terms)] or [None]
+        if first is None or any(each is None or not is_same(each, first) for each in others):
             return Scaled(contributions=wrong)
-        scale = None if is_same(factor, 1.0) else find_factor(factor, inputs.axes.sources)
-        return Scaled(contributions=wrong, local_means=len(components.cells), means_factor=scale)
+        factor = None if is_same(first, 1.0) else find_factor(first, inputs.axes.sources)
+        return Scaled(contributions=wrong, local_means=len(components.cells), means_factor=factor)
 
 
 def list_means(components: Components) -> list[float]:
@@ -60,15 +66,16 @@ def list_means(components: Components) -> list[float]:
     return [total / (count * num_valid) for num_valid in components.num_valid if num_valid]
 
 
-def _measure_means(fit: Fit, components: Components) -> float | None:
-    """Return the common factor f of the weights of a mean of means.
+def _measure_means(term: str, fit: Fit, components: Components) -> float | None:
+    """Return f of a term.
 
-    The right loss of V valid tokens in n shares is sum_i(sum of share i) / V. A mean of means is 1/n *
-    sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another f means
-    that the means are summed, or divided by another number. None if the weights are others, or all shares
-    have equal length.
+    None if its weights are not those of a mean of means, or all shares have equal length.
     """
-    weights = {part.tokens: value for part, value in zip(fit.parts, fit.coefficients, strict=True)}
+    weights = {
+        part.tokens: value
+        for part, value in zip(fit.parts, fit.coefficients, strict=True)
+        if part.term == term
+    }
     total, count = sum(components.num_valid), len(components.cells)
     found: list[float] = []
     for cell, num_valid in zip(components.cells, components.num_valid, strict=True):

@@ -27,7 +27,7 @@ from moeverify.results.factor import Product, Source
 from moeverify.results.operation import Scaled
 from moeverify.results.part import WHOLE, Part, Tokens
 
-FITS = ("one_factor", "loss_terms", "batch_shares")
+FITS = ("one_factor", "loss_terms", "batch_shares", "share_terms")
 EP_AND_TP = Axes({}, [Source(name="ep", size=2), Source(name="tp", size=4)])
 
 
@@ -193,6 +193,15 @@ def test_in_float64_a_number_is_never_taken_for_one_beside_it(change: float) -> 
     assert wrong_parts(explanation)[Part(term="balance")] == pytest.approx(0.5 + change, abs=1e-9)
 
 
+def test_a_mean_of_means_is_recognized_in_float32() -> None:
+    components = make_components()
+    weights = [100 / (4 * count) for count in components.num_valid]
+    tensors = combine_narrow(components, lambda term, cell: weights[cell] if term == "balance" else 1.0)
+    explanation, _ = explain_first(tensors, components)
+    assert explanation.operation.local_means == 4
+    assert {part.term for part in wrong_parts(explanation)} == {"balance"}
+
+
 def test_a_missing_share_is_found_and_no_term() -> None:
     components = make_components()
     tensors = combine(components, lambda term, cell: 0.0 if cell == 2 else 1.0)
@@ -218,6 +227,18 @@ def test_a_mean_of_means_is_recognized_by_all_of_its_weights() -> None:
     tensors = combine(components, lambda term, cell: weights[cell])
     explanation, _ = explain_first(tensors, components)
     assert (explanation.cause, explanation.operation.local_means) == (Cause.SHARE_WEIGHTS, 0)
+
+
+def test_equal_shares_are_no_mean_of_means() -> None:
+    # If all shares have equally many tokens, a mean of means is right: one rank's balance loss is off.
+    components = make_components()
+    components = type(components)(components.cells, components.parts, (10, 10, 10, 10), components.names)
+    tensors = combine(components, lambda term, cell: 2.0 if (term, cell) == ("balance", 1) else 1.0)
+    explanation, refused = explain_first(tensors, components)
+    assert refused == ["one_factor", "loss_terms", "batch_shares"]
+    assert explanation.operation.local_means == 0
+    part = Part(term="balance", tokens=Tokens(data_rank=1))
+    assert wrong_parts(explanation) == {part: pytest.approx(2.0, abs=1e-7)}
 
 
 def test_what_is_no_combination_gets_no_cause() -> None:
