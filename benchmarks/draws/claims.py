@@ -54,7 +54,6 @@ _KIND_OF_OPERATION = {
     "own-values": "state",
     "rounded": "dtype",
     "zeroed": "edit",
-    "lost-elements": "edit",
 }
 
 _KIND_OF_CODE = {
@@ -319,9 +318,8 @@ def _read_facts(code: str, facts: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the kind that a check's own facts imply."""
     about = facts.get("about")
     if about in _KIND_OF_FACTS:
-        keys = ("rounded", "factors", "is_own", "form", "dtype")
-        kind = "reduction" if facts.get("form") == "own" else _KIND_OF_FACTS[about]
-        return kind, not any(facts.get(key) for key in keys)
+        keys = ("factors", "is_own", "dtype")
+        return _KIND_OF_FACTS[about], not any(facts.get(key) for key in keys)
     return _KIND_OF_CODE.get(code, ""), code in _CODES_OF_A_PLACE
 
 
@@ -334,7 +332,6 @@ def _read_scaled(operation: Mapping[str, Any]) -> tuple[str, bool]:
     if factors and all(_number(factor["value"]) == 0 for factor in factors):
         return _read_missing([part.get("tokens") or {} for part in parts]), False
     named = operation.get("ranks") or operation.get("loss_scale") or operation.get("local_means")
-    named = named or operation.get("own_tokens")
     return "scale", not (named or any(factor.get("equals") for factor in factors))
 
 

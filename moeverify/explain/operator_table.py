@@ -105,7 +105,6 @@ def make_table(
     bound: float | None = None,
     look_up: LookUp | None = None,
     causes: Iterable[At] = (),
-    notes: Sequence[str] = (),
 ) -> OperatorTable:
     """Return the operators of both sides with the comparisons made within `seconds`.
 
@@ -135,7 +134,7 @@ def make_table(
             for rank, number in dict.fromkeys(causes)
             if number in actual[rank].places
         ),
-        notes=(*notes, *(f"{number} {text}" for number, text in said if number)),
+        notes=tuple(f"{number} {text}" for number, text in said if number),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -94,10 +94,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         """Return True: compiled code stays compiled and counts as one operator."""
         return True
 
-    def __init__(self, names: Mapping[int, str] | None = None, limit: int = MOST_ELEMENTS) -> None:
+    def __init__(self, limit: int = MOST_ELEMENTS) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
-        self._names = dict(names or {})
+        self._names: dict[int, str] = {}
         self._room = limit
         self._is_open = False
         self._memories: dict[int, Memory] = {}

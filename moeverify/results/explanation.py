@@ -13,7 +13,6 @@ from moeverify.results.operation import (
     NormOfSlices,
     Operation,
     OwnValues,
-    Rounded,
     Scaled,
     Unreduced,
 )
@@ -84,7 +83,7 @@ class Explanation(Record):
     def names_operation(self) -> bool:
         """Return whether the explanation names an operation, not only the location or size of the error.
 
-        An error of the size of a rounding could have many causes. A factor that equals no number of the run
+        A factor that equals no number of the run
         is only a measurement, unless only some replicas have it. A factor of zero is one too, because a
         missing sum can also leave zero. The first micro-batch in which a module differs names no operation
         either. For nondeterminism, the difference between runs is itself the explanation.
@@ -94,8 +93,6 @@ class Explanation(Record):
             return self.cause is Cause.NONDETERMINISM
         if isinstance(operation, OwnValues | OffUpstream):
             return False
-        if isinstance(operation, Rounded):
-            return operation.is_representable
         if isinstance(operation, Carried) and operation.factor is not None:
             return operation.factor.is_zero or bool(operation.factor.equals)
         if isinstance(operation, Scaled):

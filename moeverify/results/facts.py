@@ -251,7 +251,6 @@ class CrossEntropyFacts(Record):
 
 
 Term = Literal["combine", "balance", "z", "balance padding", "z padding"]
-Form = Literal["", "own", "padded", "uniform", "layers"]
 
 
 class RouterGradientFacts(Record):
@@ -261,16 +260,13 @@ class RouterGradientFacts(Record):
     contribution of padding tokens, which should not exist. `factors` are multiples of the correct gradient
     by rank, or None if it is no multiple.
 
-    `form` says from which numbers the balance loss took the expert shares. They are the rank's own tokens,
-    all tokens with padding, equal shares for all experts, or the mean over the layers. `in_router` means
-    that the router receives the correct gradient and passes a wrong one to its weight. `num_routers`
-    routers show the same error.
+    `in_router` means that the router receives the correct gradient and passes a wrong one to its weight.
+    `num_routers` routers show the same error.
     """
 
     about: Literal["router gradient"] = "router gradient"
     term: Term
     factors: dict[int, float | None]
-    form: Form = ""
     in_router: bool = False
     num_routers: int = 1
 
@@ -306,8 +302,7 @@ class RouterFacts(Record):
     """Tokens whose routing does not follow from the router's own input and weights, or wrong expert counts.
 
     `quantity` is wrong for `num_wrong` of `num_tokens` tokens. `margin` is the largest score margin among
-    tokens that chose another expert, relative to the rounding of the scores. `rounded` is set if scores or
-    logits in `dtype` reproduce the router's weights bit for bit.
+    tokens that chose another expert, relative to the rounding of the scores.
     """
 
     about: Literal["router"] = "router"
@@ -315,8 +310,6 @@ class RouterFacts(Record):
     num_wrong: int
     num_tokens: int
     margin: float | None = None
-    rounded: Literal["", "scores", "logits"] = ""
-    dtype: str = ""
 
 
 class Issue(Record):
@@ -397,9 +390,7 @@ def names_operation(facts: Facts | None) -> bool:
         return facts.term.endswith("padding") or None not in facts.factors.values()
     if isinstance(facts, GradientSumFacts):
         return facts.is_own or bool(facts.factors)
-    if isinstance(facts, RouterFacts):
-        return bool(facts.rounded)
-    return not isinstance(facts, ClipFacts | ObjectiveFacts)
+    return not isinstance(facts, ClipFacts | ObjectiveFacts | RouterFacts)
 
 
 class NumCollectives(Record):

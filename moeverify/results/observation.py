@@ -76,16 +76,13 @@ class FirstDivergence(Record):
     """The first input or output of a module that differs, in the order of one device.
 
     `error` is relative. The `num_right` readings before it match, with errors
-    up to `worst_right`. `also` are other modules that take or return the same tensor. `inside` are the
-    inner modules whose readings all match. `num_wrong` of `num_tokens` tokens are wrong.
+    up to `worst_right`. `num_wrong` of `num_tokens` tokens are wrong.
     """
 
     kind: Literal["first-divergence"] = "first-divergence"
     direction: Direction
     module: str = ""
     end: End = "output"
-    also: tuple[str, ...] = ()
-    inside: tuple[str, ...] = ()
     error: float
     ranks: tuple[int, ...] = ()
     num_wrong: int = 0

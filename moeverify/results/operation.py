@@ -18,26 +18,13 @@ from moeverify.results.part import Block, Contribution, Group
 from moeverify.results.record import Record
 from moeverify.results.upstream import OffUpstream
 
-OwnTokens = Literal["times", "divided", "share", "of-largest", "largest-over", "root"]
-"""The weight of a batch share as a function of n, its own number of valid tokens.
-
-| Value | Weight |
-|---|---|
-| `times` | n |
-| `divided` | 1 / n |
-| `share` | n / mean of n over all shares |
-| `of-largest` | n / largest n |
-| `largest-over` | largest n / n |
-| `root` | sqrt(n / mean of n) |
-"""
-
 
 class Scaled(Record):
     """Parts with a wrong multiple: too large, too small, missing, or counted although they should not be.
 
     `contributions` has the wrong parts. `local_means` is the number of shares if the weights come from a
     mean of means, where each share is divided by its own number of valid tokens; `means_factor` multiplies
-    it. `own_tokens` gives the weights as a function of the shares' valid tokens.
+    it.
 
     `ranks` are the affected ranks, if replicas on other ranks are correct. If `loss_scale` is nonzero, a
     norm is 2 ** `loss_scale` times the correct one, as with gradients that keep a loss scale.
@@ -47,7 +34,6 @@ class Scaled(Record):
     contributions: tuple[Contribution, ...]
     local_means: int = 0
     means_factor: Factor | None = None
-    own_tokens: OwnTokens | None = None
     ranks: tuple[int, ...] = ()
     loss_scale: int = 0
 
@@ -84,24 +70,6 @@ class Zeroed(Record):
 
     kind: Literal["zeroed"] = "zeroed"
     absent: bool = False
-
-
-class LostElements(Record):
-    """Up to `num_lost` of the `num_elements` elements of a shard are zero; all others are correct.
-
-    With `at_end` these are the last elements. If they are whole slices along `dim`, `slices` has the first
-    of their `num_slices` global indices. `own` has their local indices if these are equal on all ranks.
-    """
-
-    kind: Literal["lost-elements"] = "lost-elements"
-    num_lost: int
-    num_elements: int
-    at_end: bool
-    ranks: tuple[int, ...]
-    dim: int | None = None
-    slices: tuple[int, ...] = ()
-    num_slices: int = 0
-    own: tuple[int, ...] = ()
 
 
 class Moved(Record):
@@ -176,15 +144,10 @@ class NormOfSlices(Record):
 
 
 class Rounded(Record):
-    """Values that are correct up to the rounding of a narrower `dtype`.
-
-    `is_representable` means that every value is one of `dtype`; otherwise only the size of the errors is
-    known.
-    """
+    """Values that are correct up to the rounding of a narrower `dtype`: every value is one of it."""
 
     kind: Literal["rounded"] = "rounded"
     dtype: str
-    is_representable: bool
 
 
 class Miscounted(Record):
@@ -259,7 +222,6 @@ Operation = Annotated[
     | Unreduced
     | Misplaced
     | Zeroed
-    | LostElements
     | Moved
     | Reordered
     | Shifted

@@ -46,13 +46,12 @@ class Part(Record):
     """The part of a tensor that every given field selects; without fields, the whole tensor.
 
     `term` is a loss term (lm, balance, z), for a gradient. `group` are the parameters whose squares are
-    selected, for a norm. `use` is one of several uses of a tied weight, for its gradient.
+    selected, for a norm.
     """
 
     term: str = ""
     tokens: Tokens | None = None
     group: Group | None = None
-    use: str = ""
 
 
 WHOLE = Part()

@@ -162,10 +162,6 @@ class CustomParts:
                 found[name] = differentiate(term.sum() / num_valid, self.run.shards)
         return found
 
-    def gradients_by_use(self) -> dict[str, Vector]:
-        """Return nothing: the repeated uses of weights in a user's model are unknown."""
-        return {}
-
 
 def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return the model with its floating-point and complex tensors in the precision of `dtype`."""

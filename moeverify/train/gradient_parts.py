@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from moeverify.cases.schema import MoE
 from moeverify.model.router import RouterStats
-from moeverify.model.transformer import ModelOutput, TiedHead, Transformer
+from moeverify.model.transformer import ModelOutput
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.train.data import IGNORED, MicroBatch
 from moeverify.train.forward import cross_entropy
@@ -69,28 +68,6 @@ class ReferenceParts:
         terms = {"balance": balance, "z": z}
         return found | {name: differentiate(term, self.run.shards) for name, term in terms.items()}
 
-    def gradients_by_use(self) -> Mapping[str, Vector]:
-        """Return the gradient through each use of a tied weight; see `GradientParts`."""
-        model = self.run.model
-        if not isinstance(model, Transformer) or not isinstance(model.lm_head, TiedHead) or not model.embed:
-            return {}
-        weight = model.embed.weight
-        whole = _add_up(self.gradients(self.batch.valid))
-        hook = model.lm_head.register_forward_hook(
-            lambda _, args, output: functional.linear(args[0], weight.detach())
-        )
-        try:
-            looked_up = _add_up(self.gradients(self.batch.valid))
-        finally:
-            hook.remove()
-        return {"embedding": looked_up, "head": {name: whole[name] - looked_up[name] for name in whole}}
-
     def _forward(self, mask: Tensor) -> ModelOutput:
         output: ModelOutput = self.run.model(self.batch.tokens, self.batch.positions, mask)
         return output
-
-
-def _add_up(terms: Mapping[str, Vector]) -> Vector:
-    """Return the sum of the gradients of all terms."""
-    names = next(iter(terms.values()))
-    return {name: torch.stack([vector[name] for vector in terms.values()]).sum(dim=0) for name in names}

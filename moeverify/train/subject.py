@@ -7,7 +7,7 @@ the whole model, computes its losses and splits its gradient. The layout distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -57,12 +57,6 @@ class GradientParts(Protocol):
         """Return, by loss term, the gradient of its sum over the valid tokens of a mask (B, S).
 
         It is normalized like the golden's gradient.
-        """
-
-    def gradients_by_use(self) -> Mapping[str, Vector]:
-        """Return the gradient through each use of a weight that is used several times, by name of the use.
-
-        Covers all valid tokens and terms. Empty if there is no such weight or if its uses are unknown.
         """
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -47,15 +46,12 @@ class Components:
 
     `parts[term][cell][parameter]` add up to the golden over terms and cells. Terms are lm, balance and z,
     or have the names of a user's loss. `num_valid` has the number of valid tokens of each cell.
-
-    `by_use` computes the contributions of each use of a tied weight.
     """
 
     cells: tuple[Cell, ...]
     parts: dict[str, list[Vector]]
     num_valid: tuple[int, ...]
     names: tuple[str, ...]
-    by_use: Callable[[], Mapping[str, Vector]] = dict
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -108,7 +104,6 @@ def make_components(case: Case, golden: StoredGolden, step: int, device: torch.d
         parts=_sort_by_term(parts),
         num_valid=tuple(int(mask.sum()) for mask in masks),
         names=tuple(held.name for held in program.shards),
-        by_use=cache(gradient.gradients_by_use),
     )
 
 

@@ -13,10 +13,12 @@ import torch
 
 from moeverify.explain.fitting.families import name_family
 from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.noisy_fit import is_left_by_rounding
 from moeverify.explain.fitting.wrong_tensor import RankShard, WrongTensor
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.observation import RightAlike
+
+_MOST_UNITS = 8.0
+"""Largest error that rounding leaves in 16 bits, in units of rounding."""
 
 
 def count_right_alike(
@@ -58,7 +60,8 @@ def _list_wrong_replicas(tensor: WrongTensor) -> tuple[int, ...]:
 def _is_right(tensor: WrongTensor, shard: RankShard) -> bool:
     expected, precision = tensor.expected_of(shard), torch.finfo(tensor.precision)
     if precision.bits <= 16:
-        return is_left_by_rounding(shard.values(), expected, precision.eps / 2.0)
+        left = float((shard.values() - expected).norm())
+        return left <= _MOST_UNITS * precision.eps / 2.0 * float(expected.norm())
     return tensor.error_of(shard) <= tensor.exact * float(expected.norm())
 
 

@@ -18,8 +18,9 @@ from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
+_MOST_BESIDE = 4
 _DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
-_MOST_AROUND = 4
+
 
 # Error of a sum, relative to the error of its parts alone: rounding to bfloat16 leaves 0.4 % of an error of 100 %.
 _LEFT_OF_PARTS = 2.0**-6
@@ -37,9 +38,7 @@ class Divergence:
     `direction`, `module` and `end` locate the reading. `input` is the golden reading of the module's
     forward input.
 
-    `also` lists modules with equal golden values at their ends: the gradient of an output is the one that
-    its users pass back. `around` is the calling module. `inside` lists modules in the culprit whose
-    readings are all right.
+    `around` is the calling module.
 
     `num_wrong` of `num_tokens` tokens are wrong. `inputs_seen` is true if an input of the culprit was
     compared and is right; integer inputs such as token ids are never compared.
@@ -53,9 +52,7 @@ class Divergence:
     tensor: WrongTensor
     first_micro_batch: int = 0
     input: Tensor | None = None
-    also: tuple[str, ...] = ()
     around: str = ""
-    inside: tuple[str, ...] = ()
     num_wrong: int = 0
     num_tokens: int = 0
     inputs_seen: bool = True
@@ -97,8 +94,6 @@ class Search:
             end=origin.end,
             error=origin.error,
             ranks=origin.ranks,
-            also=origin.also,
-            inside=origin.inside,
             num_wrong=origin.num_wrong,
             num_tokens=origin.num_tokens,
             num_right=self.num_right[origin.direction],
@@ -165,9 +160,8 @@ def find_origins(
                 worst_right[direction] = max(worst_right[direction], each.error)
         if first is not None:
             origin = _make_origin(first, golden, bound)
-            seen, inside = _has_right_input(origin, along), _list_right_inside(origin, along)
-            origins[direction] = replace(origin, inputs_seen=seen, inside=inside)
-            others = [each for each in wrong if _is_beside(first, each)][:_MOST_AROUND]
+            origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
+            others = [each for each in wrong if _is_beside(first, each)][:_MOST_BESIDE]
             beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
@@ -207,26 +201,6 @@ def _has_right_input(origin: Divergence, along: Sequence[_Judged]) -> bool:
     return _are_right(
         [each for each in along if (each.reading.module, each.reading.end) == (origin.culprit, end)]
     )
-
-
-def _list_right_inside(origin: Divergence, along: Sequence[_Judged]) -> tuple[str, ...]:
-    """Return the outermost modules in the culprit that were read in this direction and are never wrong."""
-    inner = f"{origin.culprit}." if origin.is_of_culprit and origin.culprit else ""
-    names = dict.fromkeys(
-        each.reading.module for each in along if inner and each.reading.module.startswith(inner)
-    )
-    wrong = {each.reading.module for each in along if each.is_wrong}
-    right = [name for name in names if name not in wrong]
-    found = [name for name in right if not any(around in right for around in _list_around(name))]
-    numbered = {name.rpartition(".")[0] for name in wrong if name.rpartition(".")[2].isdecimal()}
-    folded = tuple(dict.fromkeys(_fold_number(name, numbered) for name in found))
-    return folded if len(folded) <= _MOST_AROUND else ()
-
-
-def _fold_number(name: str, but: Collection[str]) -> str:
-    """Return `experts.*` for `experts.3`, unless a sibling is wrong."""
-    around, _, own = name.rpartition(".")
-    return f"{around}.*" if own.isdecimal() and around not in but else name
 
 
 def _count_wrong(tensor: WrongTensor, bound: float) -> tuple[int, int]:
@@ -381,24 +355,9 @@ def _make_origin(first: _Judged, golden: Sequence[Reading], bound: float) -> Div
             if error_of(shard, tensor.expected) > bound
         ),
         _input_of(golden, reading),
-        _list_equal(golden, reading),
         _find_caller(reading.module, {each.module for each in golden}),
         num_wrong=num_wrong,
         num_tokens=num_tokens,
-    )
-
-
-def _list_equal(golden: Sequence[Reading], reading: Reading) -> tuple[str, ...]:
-    """Return the other modules with equal golden values at an end, in the same direction."""
-    return tuple(
-        dict.fromkeys(
-            other.module
-            for other in golden
-            if (other.direction, other.local.shape) == (reading.direction, reading.local.shape)
-            and other.module != reading.module
-            and bool(reading.local.any())
-            and torch.equal(other.local, reading.local)
-        )
     )
 
 

@@ -19,14 +19,12 @@ ORDER = (
     (
         "one_factor",
         "loss_terms",
-        "tied_uses",
         "batch_shares",
         "share_terms",
     ),
     ("gradient_norm",),
     ("previous_value", "permutation", "shifted_read"),
     ("another_tensor",),
-    ("lost_elements",),
     ("rounding",),
     ("own_values", "altered"),
 )

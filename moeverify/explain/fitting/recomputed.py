@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.explanation import Explanation, Quantity
-from moeverify.results.facts import ClipFacts, RouterFacts, RouterGradientFacts
+from moeverify.results.facts import ClipFacts, RouterGradientFacts
 from moeverify.results.finding import Finding
 from moeverify.results.operation import (
     Altered,
@@ -91,7 +91,7 @@ def _find_known(unknown: Finding, heads: Iterable[Finding]) -> Finding | None:
         each
         for each in heads
         if each.step == unknown.step
-        and (each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE) or _is_rounded_router(each))
+        and each.check in (CheckName.ROUTER_GRADIENT, CheckName.OBJECTIVE)
         and not _is_unknown(each)
     ]
     return min(found, key=lambda each: each.check != CheckName.ROUTER_GRADIENT, default=None)
@@ -178,19 +178,8 @@ def _is_contradicted(origin: Finding, recomputed: Sequence[Finding]) -> bool:
 def _list_telling(explanation: Explanation, recomputed: Sequence[Finding]) -> list[Finding]:
     """Return the recomputed findings that may say more than a place."""
     if isinstance(explanation.operation, Altered):
-        return [finding for finding in recomputed if finding.code != Cause.FORWARD or _tells_form(finding)]
+        return [finding for finding in recomputed if finding.code != Cause.FORWARD]
     return []
-
-
-def _is_rounded_router(finding: Finding) -> bool:
-    """Return whether a router's weights result from rounded scores, which also change its gradient."""
-    return isinstance(finding.facts, RouterFacts) and bool(finding.facts.rounded)
-
-
-def _tells_form(finding: Finding) -> bool:
-    """Return whether the gradient in a router matches a known formula."""
-    facts = finding.facts
-    return isinstance(facts, RouterGradientFacts) and bool(facts.form) and None not in facts.factors.values()
 
 
 def _tells_step(finding: Finding) -> bool:

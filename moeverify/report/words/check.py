@@ -341,13 +341,6 @@ def _count_by_rank(factors: Mapping[int, float | None]) -> str:
 
 
 _MOST_FACTORS = 4
-_FORMS = {
-    "": "",
-    "own": "the experts' shares of the rank's own tokens, which are not summed over the ranks",
-    "padded": "the experts' shares of all tokens, padding too",
-    "uniform": "equal shares of all experts, whatever their load",
-    "layers": "the experts' mean shares over the layers",
-}
 
 
 @describe_facts.register
@@ -362,9 +355,8 @@ def _(facts: RouterGradientFacts, finding: Finding) -> Words:
     values = {None if each is None else f"{each:.4g}" for each in facts.factors.values()}
     (value,) = values if len(values) == 1 else ("",)
     times = f"{value} times" if value else _count_by_rank(facts.factors)
-    form = f" with {_FORMS[facts.form]}" if facts.form else ""
     evidence = [
-        f"rank {rank}: {each:.6g} times the right gradient{form}"
+        f"rank {rank}: {each:.6g} times the right gradient"
         for rank, each in facts.factors.items()
         if each is not None
     ]
@@ -375,9 +367,6 @@ def _(facts: RouterGradientFacts, finding: Finding) -> Words:
         return Words(text, source, tuple(evidence))
     if value == "0":
         text = f"{source} has no gradient in the router"
-    elif facts.form:
-        count = "" if value == "1" else f", {times},"
-        text = f"{source} computes its gradient{count} with {_FORMS[facts.form]}"
     elif facts.in_router:
         text = f"the router passes the gradient of {source} on to its weight {times}"
     else:
@@ -410,10 +399,6 @@ def _(facts: RouterFacts, finding: Finding) -> Words:
         text = f"{finding.tensor} chooses experts that do not follow from its own input and weights"
         margin = f", the clearest by {format_number(facts.margin or 0.0)} times the rounding of its scores"
         return Words(text, "", (seen + margin,))
-    if facts.rounded:
-        text = f"{finding.tensor} rounds its {facts.rounded} to {facts.dtype} before it computes weights from them"
-        exact = f"its {facts.rounded} in {facts.dtype} give the weights that it has, bit for bit"
-        return Words(text, "", (seen, exact))
     if facts.quantity == "weights":
         return Words(f"{finding.tensor} has weights that do not follow from its own scores", "", (seen,))
     return Words(f"{finding.tensor} counts a different number of tokens than it sent", "", (seen,))

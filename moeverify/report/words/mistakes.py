@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moeverify.report.numbers import format_ranks
 from moeverify.report.words.factor import describe_factor, name_products
 from moeverify.report.words.part import name_part
 from moeverify.report.words.subject import MODEL, name_culprit, name_subject
@@ -12,11 +11,9 @@ from moeverify.results.cause import Cause
 from moeverify.results.explanation import Explanation, Quantity
 from moeverify.results.operation import (
     Altered,
-    LostElements,
     Miscounted,
     Misplaced,
     NormOfSlices,
-    OwnTokens,
     Rounded,
     Scaled,
 )
@@ -57,39 +54,11 @@ def _format_shape(shape: Sequence[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def describe_lost(operation: LostElements, subject: str) -> str:
-    """Return how many elements of the shards of `subject` are zero, and where."""
-    if operation.dim is not None:
-        num_more = operation.num_slices - len(operation.slices)
-        listed = ", ".join(map(str, operation.slices)) + (f" and {num_more} more" if num_more else "")
-        noun, verb = ("slice", "is") if operation.num_slices == 1 else ("slices", "are")
-        which = f"{noun} {listed} along dim {operation.dim} of {subject}"
-        own = f", {', '.join(map(str, operation.own))} of its own part" if operation.own else ""
-        return f"{which} {verb} zero on {format_ranks(operation.ranks)}{own}"
-    which = (
-        f"{'the last ' if operation.at_end else ''}{operation.num_lost} of {operation.num_elements} elements"
-    )
-    return f"{which} of a shard of {subject} are zero on {format_ranks(operation.ranks)}"
-
-
-_OWN_TOKENS: Mapping[OwnTokens, str] = {
-    "times": "multiplied by its own number of valid tokens",
-    "divided": "divided by its own number of valid tokens once more",
-    "share": "multiplied by its own number of valid tokens over the mean of all shards",
-    "of-largest": "multiplied by its own number of valid tokens over the largest of all shards",
-    "largest-over": "multiplied by the largest number of valid tokens of all shards over its own",
-    "root": "multiplied by the root of its own number of valid tokens over the mean of all shards",
-}
-
-
 def describe_weights(operation: Scaled) -> str:
     """Return the rule for the weights of the batch's shares, if it is known."""
     terms = [term for term in dict.fromkeys(each.part.term for each in operation.contributions) if term]
     about = f" in the {' and the '.join(terms)} loss" if terms else ""
     scale = "" if operation.means_factor is None else f", {describe_factor(operation.means_factor)}"
-    if operation.own_tokens is not None:
-        part = f"the part of the {' and the '.join(terms)} loss" if terms else "the gradient"
-        return f"{part} of each data shard is {_OWN_TOKENS[operation.own_tokens]}"
     return (
         f"mean of means{about}: each of the {operation.local_means} data shards is divided by its own number of "
         f"valid tokens{scale}"
@@ -141,13 +110,9 @@ def describe_rounded(operation: Rounded, explanation: Explanation) -> str:
     module = explanation.subject.module
     is_tensor = explanation.subject.quantity not in (Quantity.OUTPUT, Quantity.MODULE_GRADIENT)
     first = f", first in {module}" if module and is_tensor else ""
-    if operation.is_representable:
-        hold = subject.pick("holds", "hold")
-        other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
-        return (
-            f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
-        )
-    return f"{subject} {subject.be} off by about the rounding of {operation.dtype}, in no direction{first}"
+    hold = subject.pick("holds", "hold")
+    other = "what was saved" if explanation.subject.quantity is Quantity.LOADED else "the golden"
+    return f"{subject} {hold} only values that {operation.dtype} can represent, and {other} does not{first}"
 
 
 def describe_altered(operation: Altered, explanation: Explanation) -> str:

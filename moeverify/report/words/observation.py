@@ -97,23 +97,9 @@ def _(seen: RelativeError) -> str:
 def _(seen: FirstDivergence) -> str:
     right = f"{seen.num_right} readings match to {format_number(seen.worst_right)}"
     end = f"{'gradient of the ' if seen.direction == 'backward' else ''}{seen.end} of {seen.module or MODEL}"
-    others = " and ".join(module or MODEL for module in seen.also)
-    also = (
-        f", which {others} {'take or return' if len(seen.also) > 1 else 'takes or returns'} too,"
-        if others
-        else ""
-    )
     at = f" at {seen.num_wrong} of {seen.num_tokens} tokens" if 0 < seen.num_wrong < seen.num_tokens else ""
-    inside = f"; {_name_right(seen)} right" if seen.inside else ""
     where = f"{at} on {format_ranks(seen.ranks)}"
-    return f"{end}{also} is off by {seen.error:.3g}{where}; before it {right}{inside}"
-
-
-def _name_right(seen: FirstDivergence) -> str:
-    modules = " and ".join(seen.inside)
-    if seen.direction == "backward":
-        return f"the gradients at both ends of {modules} are"
-    return f"what {modules} {'take and return' if len(seen.inside) > 1 else 'takes and returns'} is"
+    return f"{end} is off by {seen.error:.3g}{where}; before it {right}"
 
 
 @describe_observation.register

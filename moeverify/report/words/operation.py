@@ -18,7 +18,6 @@ from moeverify.report.words.layout import describe_reordered
 from moeverify.report.words.mistakes import (
     describe_altered,
     describe_loss_scale,
-    describe_lost,
     describe_miscounted,
     describe_misplaced,
     describe_norm_of_slices,
@@ -33,7 +32,6 @@ from moeverify.results.initial_values import InitialSource
 from moeverify.results.operation import (
     Altered,
     Carried,
-    LostElements,
     Moved,
     OwnValues,
     RepeatedShard,
@@ -66,7 +64,7 @@ def describe_operation(operation: object, explanation: Explanation) -> str:
 @describe_operation.register
 def _(operation: Scaled, explanation: Explanation) -> str:
     wrong = operation.contributions
-    if operation.local_means or operation.own_tokens:
+    if operation.local_means:
         return describe_weights(operation)
     if any(each.part.group for each in wrong):
         return _describe_parts(wrong, explanation)
@@ -140,10 +138,8 @@ def _describe_parts(wrong: Sequence[Contribution], explanation: Explanation) -> 
 def _describe_terms(wrong: Sequence[Contribution], explanation: Explanation) -> str:
     parts = []
     for each in wrong:
-        name = name_part(each.part) if each.part.use else f"the {each.part.term} loss"
-        parts.append(
-            f"the part of {name} is {describe_factor(each.factor, is_estimate=explanation.is_estimate)}"
-        )
+        factor = describe_factor(each.factor, is_estimate=explanation.is_estimate)
+        parts.append(f"the part of the {each.part.term} loss is {factor}")
     return f"in {name_subject(explanation.subject)}, {'; '.join(parts)}"
 
 
@@ -198,11 +194,6 @@ def _(operation: Shifted, explanation: Explanation) -> str:
     subject = name_subject(explanation.subject)
     places = f"{subject.pick('has', 'have')} the right values in wrong places"
     return f"{subject} {places}: read {abs(operation.offset)} elements {direction}"
-
-
-@describe_operation.register
-def _(operation: LostElements, explanation: Explanation) -> str:
-    return describe_lost(operation, str(name_subject(explanation.subject)))
 
 
 @describe_operation.register

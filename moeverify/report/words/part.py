@@ -16,12 +16,10 @@ def name_part(part: Part) -> str:
     names = [part.term] if part.term else []
     names += [name_tokens(part.tokens)] if part.tokens is not None else []
     names += [name_group(part.group)] if part.group is not None else []
-    names += [f"its use as {_USES[part.use]}"] if part.use else []
     return " of ".join(names) or WHOLE_NAME
 
 
 _PLURALS = {"index": "indices"}
-_USES = {"embedding": "the embedding", "head": "the head"}
 
 
 def name_group(group: Group) -> str:

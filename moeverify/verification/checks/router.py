@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.place import Place, Stage
 from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Check, CheckOutcome, RankRun, Role, ShownTensors, Watch
-from moeverify.verification.checks.narrower import list_narrower, name_dtype
 from moeverify.verification.checks.router_passes import RouterPasses
 from moeverify.verification.checks.wide_parts import split_wide
 
@@ -34,23 +32,11 @@ MOST_TOKENS = 1 << 12
 """Maximum number of evenly spaced tokens scored again per pass. Counts cover all tokens."""
 
 _QUANTITIES = ("choice", "weights", "counts")
-_ROUNDED: tuple[Literal["scores"], Literal["logits"]] = ("scores", "logits")
 _KINDS: Mapping[str, Kind] = {
     "choice": Kind.ROUTER_IDS,
     "weights": Kind.ROUTER_WEIGHTS,
     "counts": Kind.ROUTER_COUNTS,
 }
-
-
-_MOST_UNLIKE = 0.02
-"""Largest share of tokens that may differ from rounded weights: float32 may move a score past a rounding boundary."""
-
-
-class RouterRounding(NamedTuple):
-    """The values that a router rounds before it computes its weights, and the dtype they are rounded to."""
-
-    quantity: Literal["scores", "logits"]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -118,50 +104,14 @@ def choose_experts(spec: MoE, selection: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(selection, dtype=torch.bool).scatter(-1, ids, True), margin
 
 
-def _list_dtypes(wide: torch.dtype) -> list[torch.dtype]:
-    """Return the narrower dtypes in which training computes without loss scaling."""
-    return [dtype for dtype in list_narrower(wide) if dtype != torch.float16]
-
-
-def list_ways(wide: torch.dtype) -> list[RouterRounding]:
-    """Return the descriptions of the weights that `list_rounded` yields, in its order."""
-    return [
-        RouterRounding(quantity, name_dtype(dtype))
-        for dtype in _list_dtypes(wide)
-        for quantity in _ROUNDED
-        for _ in range(2)
-    ]
-
-
-def list_rounded(spec: MoE, scored: Scored, used: Tensor, wide: torch.dtype) -> Iterator[Tensor]:
-    """Yield the weights (N, k) of the experts `used` (N, k), with rounded scores or logits.
-
-    Later operations run in the narrower dtype, or in the router's own dtype `wide`.
-    """
-    for dtype in _list_dtypes(wide):
-        logits = scored.logits.to(dtype).to(wide)
-        again = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(dim=-1)
-        for quantity, scores in zip(_ROUNDED, (scored.scores, again), strict=True):
-            chosen = scores.gather(-1, used)
-            for arithmetic in (wide, dtype):
-                if quantity == "scores" or arithmetic == dtype:
-                    weights = chosen.to(dtype).to(arithmetic)
-                else:
-                    weights = chosen.to(wide)
-                if spec.renormalize:
-                    weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-                yield weights * spec.route_scale
-
-
 def count_wrong(
     router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing, record: RouterRecord
 ) -> Tensor:
     """Return the number and size of errors in one forward pass.
 
-    Shapes: x (B, S, H); the result (2, 3 + R) is float64 on the router's device. Columns 0 to 2 are choice,
+    Shapes: x (B, S, H); the result (2, 3) is float64 on the router's device. The columns are choice,
     weights and counts: the number of wrong tokens (or experts), and the largest ratio of a difference to
-    its rounding bound. The other columns count the tokens whose weights differ from each of R ways to round
-    (`list_rounded`).
+    its rounding bound.
     """
     spec = router.spec
     flat = x.flatten(0, -2)
@@ -189,19 +139,14 @@ def count_wrong(
     unit = 0.5 * torch.finfo(routing.weights.dtype).eps
     allowed = weights * (unit + 2.0 * scored.relative) + torch.finfo(routing.weights.dtype).tiny
     deviation = ((actual - weights).abs() / allowed).amax(dim=-1)
-    wide, stored = widen(x.dtype), routing.weights.dtype
-    ways = [rounded.to(stored) for rounded in list_rounded(spec, scored, used, wide)]
-    unlike = (
-        (torch.stack(ways).to(torch.float64) != actual).any(dim=-1).sum(dim=-1) if ways else actual[:0, 0]
-    )
 
     miscounted = (record.counts - _count(routing.ids, valid, len(weight))).abs().to(torch.float64)
     # NaN counts as wrong, since no comparison holds for it. But tokens whose recomputed logits are not
     # finite are skipped: their error arose before the router.
     known = scored.logits.isfinite().all(dim=-1)
     ratios = [torch.where(known, each.nan_to_num(torch.inf), 0.0) for each in (excess, deviation)]
-    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum(), *unlike.unbind()]
-    largest = [each.amax() for each in (*ratios, miscounted)] + [miscounted.sum() * 0.0] * len(ways)
+    numbers = [(each > 1.0).sum() for each in ratios] + [(miscounted != 0).sum()]
+    largest = [each.amax() for each in (*ratios, miscounted)]
     return torch.stack([torch.stack(numbers).to(torch.float64), torch.stack(largest)])
 
 
@@ -223,16 +168,12 @@ def _count(ids: Tensor, valid: Tensor | None, num_experts: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterErrors:
-    """Errors of one rank's router in a step: for choice, weights and counts the number and largest ratio.
-
-    `rounded` is the rounding that reproduces its weights, if any.
-    """
+    """Errors of one rank's router in a step: for choice, weights and counts the number and largest ratio."""
 
     num_tokens: int
     num_experts: int
     num_wrong: tuple[int, ...]
     largest: tuple[float, ...]
-    rounded: RouterRounding | None = None
 
 
 Reports = dict[tuple[int, str], RouterErrors]  # by step and router
@@ -245,11 +186,10 @@ class RouterWatch(RouterPasses[Reports]):
         super().__init__(model)
         self._seen: dict[tuple[int, str], list[Tensor]] = {}
         self._sizes: dict[tuple[int, str], tuple[int, int]] = {}
-        self._ways: dict[tuple[int, str], list[RouterRounding]] = {}
 
     def report(self) -> Reports:
         """Return the errors of each step; see `Watch`."""
-        return {key: _join(seen, self._sizes[key], self._ways[key]) for key, seen in self._seen.items()}
+        return {key: _join(seen, self._sizes[key]) for key, seen in self._seen.items()}
 
     def see(
         self, name: str, router: Router, weight: Tensor, x: Tensor, valid: Tensor | None, routing: Routing
@@ -259,23 +199,15 @@ class RouterWatch(RouterPasses[Reports]):
         key = (self.step, name)
         found = count_wrong(router, weight, x, valid, routing, router.record)
         self._seen.setdefault(key, []).append(found)
-        self._ways[key] = list_ways(widen(x.dtype))
         tokens, experts = self._sizes.get(key, (0, 0))
         num_tokens = x.flatten(0, -2).shape[0]
         self._sizes[key] = (tokens + -(-num_tokens // -(-num_tokens // MOST_TOKENS)), experts + len(weight))
 
 
-def _join(seen: Sequence[Tensor], size: tuple[int, int], ways: Sequence[RouterRounding]) -> RouterErrors:
+def _join(seen: Sequence[Tensor], size: tuple[int, int]) -> RouterErrors:
     found = torch.stack(list(seen))
     num_wrong = tuple(map(int, found[:, 0].sum(dim=0).tolist()))
-    fitting = [
-        (unlike, way)
-        for unlike, way in zip(num_wrong[len(_QUANTITIES) :], ways, strict=True)
-        if unlike <= _MOST_UNLIKE * size[0]
-    ]
-    rounded = min(fitting, key=lambda each: each[0])[1] if fitting and num_wrong[1] else None
-    largest = tuple(found[:, 1].amax(dim=0).tolist())[: len(_QUANTITIES)]
-    return RouterErrors(*size, num_wrong[: len(_QUANTITIES)], largest, rounded)
+    return RouterErrors(*size, num_wrong, tuple(found[:, 1].amax(dim=0).tolist()))
 
 
 class RouterChoice(Check[Reports]):
@@ -325,8 +257,6 @@ def _list_findings(
         rank = max(wrong, key=lambda each: rows[each].num_wrong[number])
         size = rows[rank].num_experts if quantity == "counts" else rows[rank].num_tokens
         largest = max(rows[each].largest[number] for each in wrong)
-        ways = {rows[each].rounded for each in wrong} if quantity == "weights" else set()
-        rounded = next(iter(ways)) if len(ways) == 1 else None
         yield shown.make_finding(
             CheckName.ROUTER,
             (step, _KINDS[quantity], name),
@@ -341,8 +271,6 @@ def _list_findings(
                 num_wrong=rows[rank].num_wrong[number],
                 num_tokens=size,
                 margin=largest if quantity == "choice" else None,
-                rounded=rounded.quantity if rounded else "",
-                dtype=rounded.dtype if rounded else "",
             ),
             place=Place(module=name, ranks=wrong, stage=Stage.ROUTING),
         )

@@ -25,7 +25,7 @@ from moeverify.model.router import Router, Routing
 from moeverify.parallel.regions.placement import local_part
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
-from moeverify.results.facts import Form, RouterGradientFacts, Term
+from moeverify.results.facts import RouterGradientFacts, Term
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.part import Part
 from moeverify.results.place import Place, Stage
@@ -265,7 +265,6 @@ class _Measured:
     error: float
     bound: float
     factor: float | None
-    form: Form = ""
     in_router: bool = False
 
     @property
@@ -314,7 +313,6 @@ def _measure_losses(
     num_valid, wanted = float(lengths.sum()), list_scopes(moe, lengths)
     merged = {name: _merge_counts(of_step, name) for name in sorted({n for each in of_step for n in each})}
     shares = {name: _shares(counts, wanted, moe.top_k) for name, counts in merged.items()}
-    of_layers = [each for each in shares.values() if each is not None]
     for rank, each in enumerate(of_step):
         for name, seen in each.items():
             bound = _ROUNDINGS * seen.unit
@@ -326,18 +324,17 @@ def _measure_losses(
             if not moe.balance_coef or share is None or not seen.counts:
                 continue
             weight = moe.balance_coef * moe.num_experts / moe.top_k
-            forms = _list_forms(moe, share, seen, wanted, of_layers)
             for row, actual in (
                 seen.balance or {row: torch.zeros(moe.num_experts) for row in seen.counts}
             ).items():
                 key = row if moe.balance_scope == "sequence" else 0
                 divisor = wanted[key] * len(wanted)
                 expected = weight * share[key] / divisor
-                fitted = _fit_form(
-                    actual, {name: weight * form[key] / divisor for name, form in forms.items()}
-                )
                 error = float((actual - expected).norm() / expected.norm())
-                yield "balance", _Measured(rank, name, rate_error(error), bound, *fitted)
+                yield (
+                    "balance",
+                    _Measured(rank, name, rate_error(error), bound, _find_factor(actual, expected)),
+                )
 
 
 def _merge_counts(of_step: Sequence[Mapping[str, RouterStep]], name: str) -> dict[int, Tensor]:
@@ -367,31 +364,12 @@ def _shares(
     return found
 
 
-def _list_forms(
-    moe: MoE,
-    share: Mapping[int, Tensor],
-    seen: RouterStep,
-    wanted: Mapping[int, float],
-    of_layers: Sequence[Mapping[int, Tensor]],
-) -> dict[Form, dict[int, Tensor]]:
-    """Return the right shares (E) of each row, and the ones that known wrong implementations use."""
-    own = {row: counts[0].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
-    padded = {row: counts[1].to(torch.float64) / wanted[row] for row, counts in seen.counts.items()}
-    alike = {row: torch.full_like(each, moe.top_k / moe.num_experts) for row, each in share.items()}
-    layers = {row: torch.stack([each[row] for each in of_layers]).mean(dim=0) for row in share}
-    return {"": dict(share), "own": own, "padded": padded, "uniform": alike, "layers": layers}
-
-
-def _fit_form(actual: Tensor, forms: Mapping[Form, Tensor]) -> tuple[float | None, Form]:
-    """Return the form that a gradient (E) is a multiple of, after the factor; None and "" if there is none."""
-    size = float(actual.norm())
-    if size == 0.0:
-        return 0.0, ""
-    for form, expected in forms.items():
-        factor = float(actual @ expected / (expected @ expected))
-        if float((actual - factor * expected).norm()) <= 1e-5 * size:
-            return factor, form
-    return None, ""
+def _find_factor(actual: Tensor, expected: Tensor) -> float | None:
+    """Return the multiple of the expected gradient (E) that the actual one is, or None."""
+    actual = actual.to(torch.float64)
+    factor = float(actual @ expected / (expected @ expected))
+    left = float((actual - factor * expected).norm())
+    return factor if left <= 1e-5 * float(actual.norm()) else None
 
 
 def _measure_backward(of_step: Sequence[Mapping[str, RouterStep]]) -> Iterator[tuple[Term, _Measured]]:
@@ -427,12 +405,9 @@ def _is_steady(wrong: Sequence[_Measured]) -> bool:
 
 
 def _find_code(term: Term, worst: _Measured, wrong: Sequence[_Measured]) -> Cause:
-    if term.endswith("padding") or worst.form == "padded":
+    if term.endswith("padding"):
         return Cause.PADDING
-    if worst.form == "own":
-        return Cause.MISSING_REDUCTION
-    # A sum of probabilities is always 1, so its gradient is zero.
-    if not _is_steady(wrong) or worst.form not in ("", "uniform"):
+    if not _is_steady(wrong):
         return Cause.FORWARD
     others = [each for each in wrong if each.router == worst.router]
     is_known = not worst.in_router or all(_is_known(each) for each in wrong)
@@ -460,7 +435,6 @@ def _make_finding(shown: ShownTensors, step: int, term: Term, wrong: Sequence[_M
     if code == Cause.FORWARD and worst.in_router:
         # The projection of another function on the right one, not a factor that the code applied.
         factors = dict.fromkeys(factors)
-    form = worst.form if all(each.form == worst.form for each in wrong) else ""
     return shown.make_finding(
         CheckName.ROUTER_GRADIENT,
         (step, Kind.GRADIENT, f"{worst.router}.weight"),
@@ -473,7 +447,6 @@ def _make_finding(shown: ShownTensors, step: int, term: Term, wrong: Sequence[_M
         facts=RouterGradientFacts(
             term=term,
             factors=dict(sorted(factors.items())),
-            form=form,
             in_router=worst.in_router,
             num_routers=len({each.router for each in wrong}),
         ),

@@ -42,11 +42,12 @@ _CALLS = str(Path(__file__).parents[2] / "train" / "calls")
 _INNER = (str(Path(torch.__file__).parent), __file__, _CALLS, "<")
 # Methods of torch function and dispatch modes. Their frames are also between a call and its caller.
 _MODES = ("__torch_function__", "__torch_dispatch__")
+_CAPACITY = 4096
 _BACKEND_SELECT = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
 
 
 class CollectiveTrace:
-    """Context manager that records the newest `capacity` collectives of this process.
+    """Context manager that records the newest 4096 collectives of this process.
 
     `ledger` has the count and a hash of all collectives of each group, for comparison between ranks.
     `on_group` is called before the first collective of each group, and `on_issue` before each collective with
@@ -55,9 +56,9 @@ class CollectiveTrace:
     With a `path`, the last records are also written to a file that `flight_recorder.read_flight` reads.
     """
 
-    def __init__(self, path: Path | None = None, capacity: int = 4096) -> None:
-        self._collectives: deque[Collective] = deque(maxlen=capacity)
-        self._open: deque[Collective] = deque(maxlen=capacity)
+    def __init__(self, path: Path | None = None) -> None:
+        self._collectives: deque[Collective] = deque(maxlen=_CAPACITY)
+        self._open: deque[Collective] = deque(maxlen=_CAPACITY)
         self._counts: dict[Any, int] = {}
         self._groups: dict[Any, GroupIdentity] = {}
         self._streams: dict[str, Stream] = {}

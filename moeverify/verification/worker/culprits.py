@@ -288,7 +288,7 @@ def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
 def _is_measured(finding: Finding) -> bool:
     """Return whether the cause of a finding is a factor that was fitted to the numbers, and not why it is wrong."""
     operation = None if finding.explanation is None else finding.explanation.operation
-    return isinstance(operation, Scaled) and not (operation.local_means or operation.own_tokens)
+    return isinstance(operation, Scaled) and not operation.local_means
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:

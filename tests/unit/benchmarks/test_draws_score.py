@@ -141,7 +141,7 @@ def test_an_operation_has_its_lines() -> None:
         ({"kind": "replaced", "by": "tensor"}, "permutation", "elsewhere", False),
         ({"kind": "replaced", "by": "step-before"}, "stale", "state", False),
         ({"kind": "unmoved"}, "optimizer", "optimizer", False),
-        ({"kind": "rounded", "is_representable": False}, "rounding", "dtype", False),
+        ({"kind": "rounded"}, "rounding", "dtype", False),
         ({"kind": "zeroed", "absent": True}, "missing", "layout", False),
         ({"kind": "moved"}, "permutation", "elsewhere", False),
     ],

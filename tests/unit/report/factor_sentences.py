@@ -179,16 +179,6 @@ FACTORS = [
         "the gradient is not reduced over an unknown axis: the 2 replicas sum to the expected value",
         "",
     ),
-    (
-        explain(
-            Cause.TERM_SCALE,
-            GRADIENT,
-            scaled(scale(0.0, part=Part(use="head")), scale(2.0, TP, part=Part(use="embedding"))),
-        ),
-        "in the gradient, the part of its use as the head is missing; the part of its use as the embedding is 2x too "
-        "large; 2 = tp",
-        "its use as the head; its use as the embedding, axis tp",
-    ),
     # 16-bit estimates, of which a number of the run is none
     (
         explain(

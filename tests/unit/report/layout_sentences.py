@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from explanations import BACK, GRADIENT, OUTPUT, explain
+from explanations import BACK, OUTPUT, explain
 
 from moeverify.results.cause import Cause
 from moeverify.results.explanation import Quantity
@@ -13,7 +13,6 @@ from moeverify.results.layout import (
     Order,
     Reordered,
 )
-from moeverify.results.operation import LostElements
 
 BATCH, SEQUENCE, FEATURES = (
     Dim(name="batch", size=16),
@@ -122,54 +121,5 @@ LAYOUTS = [
     say(
         reorder("rolled", SEQUENCE, number=1, micro_batches=(1,)),
         "the output of attention has the 8 positions 1 place too late, around the end, in micro-batch 1 alone",
-    ),
-    (
-        explain(
-            Cause.DETACHED, GRADIENT, LostElements(num_lost=8, num_elements=64, at_end=True, ranks=(0, 2))
-        ),
-        "the last 8 of 64 elements of a shard of the gradient are zero on ranks 0, 2",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED, GRADIENT, LostElements(num_lost=3, num_elements=64, at_end=False, ranks=(1,))
-        ),
-        "3 of 64 elements of a shard of the gradient are zero on rank 1",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED,
-            GRADIENT,
-            LostElements(
-                num_lost=8,
-                num_elements=64,
-                at_end=False,
-                ranks=(1,),
-                dim=0,
-                slices=(53,),
-                num_slices=1,
-                own=(5,),
-            ),
-        ),
-        "slice 53 along dim 0 of the gradient is zero on rank 1, 5 of its own part",
-        "",
-    ),
-    (
-        explain(
-            Cause.DETACHED,
-            GRADIENT,
-            LostElements(
-                num_lost=48,
-                num_elements=64,
-                at_end=False,
-                ranks=(1,),
-                dim=1,
-                slices=(0, 1, 2, 3),
-                num_slices=6,
-            ),
-        ),
-        "slices 0, 1, 2, 3 and 2 more along dim 1 of the gradient are zero on rank 1",
-        "",
     ),
 ]

@@ -123,25 +123,6 @@ def test_the_parts_of_rows_and_positions_add_up_to_the_gradient(kind: str, folde
     assert {tuple(cell) for cell in cells} == {terms}
 
 
-def test_the_uses_of_a_tied_weight_add_up_to_its_gradient() -> None:
-    tied = make_case("subject", preset="stress-tied", data={"batch": 4, "min_valid": 0.3}).recipe
-    program = assemble_single(tied, CPU, compute="float64")
-    parts, valid = take_apart(tied, program)
-    uses = parts.gradients_by_use()
-    whole = torch.stack([term["embed.weight"] for term in parts.gradients(valid).values()]).sum(dim=0)
-    assert set(uses) == {"embedding", "head"}
-    torch.testing.assert_close(
-        sum(use["embed.weight"] for use in uses.values()), whole, rtol=1e-10, atol=1e-14
-    )
-    # The head gives every word a gradient, the embedding those of the batch alone.
-    seen = torch.zeros(len(whole), dtype=torch.bool)
-    seen[program.subject.make_batch(0, whole_share(tied.data), CPU).tokens.flatten()] = True
-    assert not bool(uses["embedding"]["embed.weight"][~seen].any())
-    assert bool(uses["head"]["embed.weight"][~seen].any(dim=1).all())
-    untied = make_recipe("reference")
-    assert take_apart(untied, assemble_single(untied, CPU, compute="float64"))[0].gradients_by_use() == {}
-
-
 def test_a_loss_is_not_asked_for_no_token_at_all(folder: str) -> None:
     recipe = make_recipe("never_for_nothing")
     with import_path([folder]):

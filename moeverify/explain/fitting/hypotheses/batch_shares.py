@@ -10,7 +10,6 @@ from moeverify.explain.fitting.factors import find_factor
 from moeverify.explain.fitting.fit import Column, Fit
 from moeverify.explain.fitting.hypotheses.linear_fit import LinearFit, knows
 from moeverify.explain.fitting.inputs import DiagnosisInputs
-from moeverify.explain.fitting.weighted_shares import find_own_tokens_of_terms
 from moeverify.explain.fitting.wrong_tensor import WrongTensor
 from moeverify.results.cause import Cause
 from moeverify.results.factor import Source, is_same
@@ -45,33 +44,20 @@ class BatchShares(LinearFit):
         return list_means(inputs.components())
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
-        """Return the wrong shares, with an explanation by a mean of means or the ranks' own token counts."""
+        """Return the wrong shares, and whether the weights of each wrong term are those of a mean of means.
+
+        The right loss of V valid tokens in n shares is sum_i(sum of share i) / V. A mean of means is 1/n *
+        sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common
+        f means that the means are summed, or divided by another number.
+        """
         assert inputs.components is not None
         components = inputs.components()
-        found = describe_means(wrong, fit, inputs, components)
-        if found.local_means or all(each.factor.is_zero for each in wrong):
-            return found
-        own = find_own_tokens_of_terms(wrong, fit, components)
-        return found.model_copy(update={"own_tokens": own})
-
-
-def describe_means(
-    wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs, components: Components
-) -> Scaled:
-    """Return the wrong shares, and whether the weights of each wrong term are those of a mean of means.
-
-    The right loss of V valid tokens in n shares is sum_i(sum of share i) / V. A mean of means is 1/n *
-    sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common f
-    means that the means are summed, or divided by another number.
-    """
-    count = len(components.cells)
-    terms = {each.part.term for each in wrong}
-    factors = [_measure_means(term, fit, components) for term in sorted(terms)]
-    first = factors[0] if factors else None
-    if first is None or any(each is None or not is_same(each, first) for each in factors):
-        return Scaled(contributions=wrong)
-    factor = None if is_same(first, 1.0) else find_factor(first, inputs.axes.sources)
-    return Scaled(contributions=wrong, local_means=count, means_factor=factor)
+        terms = {each.part.term for each in wrong}
+        first, *others = [_measure_means(term, fit, components) for term in sorted(terms)] or [None]
+        if first is None or any(each is None or not is_same(each, first) for each in others):
+            return Scaled(contributions=wrong)
+        factor = None if is_same(first, 1.0) else find_factor(first, inputs.axes.sources)
+        return Scaled(contributions=wrong, local_means=len(components.cells), means_factor=factor)
 
 
 def list_means(components: Components) -> list[float]:

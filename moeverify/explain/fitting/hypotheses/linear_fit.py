@@ -95,8 +95,7 @@ def list_contributions(
 def _has_measured(operation: Scaled) -> bool:
     """Return whether a factor equals nothing in the run: rounding may have changed it."""
     factors = (each.factor for each in operation.contributions)
-    is_made = operation.local_means or operation.own_tokens
-    return not is_made and any(not each.is_zero and not each.equals for each in factors)
+    return not operation.local_means and any(not each.is_zero and not each.equals for each in factors)
 
 
 def _list_off(contributions: tuple[Contribution, ...]) -> tuple[Contribution, ...]:

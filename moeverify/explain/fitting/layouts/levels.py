@@ -49,7 +49,6 @@ class Level:
     scope: Scope
     pieces: tuple[Piece, ...]
     grids: tuple[Grid, ...]
-    axis: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,16 +122,15 @@ def _list_group_levels(
         pieces = tuple(_take_together(tensor, shards) for shards in together)
         first, *others = _list_token_grids((ranks, *dims), counts, 1, ranks=size)
         # Try reordered ranks first, then parts of the divided dim, then grids with more dims.
-        yield Level("group", pieces, (first,), axis)
-        yield from _list_joined_levels(tensor, together, dims, axis, counts)
-        yield Level("group", pieces, tuple(others), axis)
+        yield Level("group", pieces, (first,))
+        yield from _list_joined_levels(tensor, together, dims, counts)
+        yield Level("group", pieces, tuple(others))
 
 
 def _list_joined_levels(
     tensor: WrongTensor,
     together: Sequence[Sequence[RankShard]],
     dims: tuple[Dim, ...],
-    axis: str,
     counts: Counts,
 ) -> Iterator[Level]:
     """Yield the level of ranks that divide one dim, with their parts concatenated along this dim."""
@@ -159,7 +157,7 @@ def _list_joined_levels(
     grids = tuple(joined.take_apart(at, part, inner) for part in parts)
     grids += tuple(_list_nested(joined, at, counts, inner)) if whole.name == "features" else ()
     pieces = tuple(_join(tensor, shards, at) for shards in together)
-    yield Level("group", pieces, grids, axis)
+    yield Level("group", pieces, grids)
 
 
 def _list_token_grids(dims: tuple[Dim, ...], counts: Counts, at: int, *, ranks: int = 0) -> Iterator[Grid]:

@@ -16,7 +16,7 @@ from itertools import pairwise, permutations
 import torch
 from torch import Tensor
 
-from moeverify.results.layout import Dim, DimName, Order, OrderWay
+from moeverify.results.layout import Dim, DimName, Order
 
 _MOST_DIMS = 5  # all orders of these are tried: 120
 _OF_HALVES = ("sequence", "features", "rows", "columns")
@@ -120,7 +120,7 @@ def _moves(turned: Sequence[int], grid: Grid) -> bool:
     return grid.apart is None or grid.apart not in set(pairwise(turned))
 
 
-def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator[Order]:
+def list_turns(grid: Grid, at: int) -> Iterator[Order]:
     """Yield the orders of the parts along one dim, including copies of one part to all places."""
     dim = grid.dims[at]
     if grid.apart is not None and at == grid.apart[1] and dim.size > _MOST_ROLLED:
@@ -136,7 +136,7 @@ def list_turns(grid: Grid, at: int, *, but: Sequence[OrderWay] = ()) -> Iterator
         found += [Order(way=way, dims=(dim,), right=grid.dims) for way in ("zigzag", "out-of-zigzag")]
     sames = range(dim.size) if 1 < dim.size <= _MOST_ROLLED else ()
     found += [Order(way="same", dims=(dim,), right=grid.dims, number=number) for number in sames]
-    yield from (order for order in found if order.way not in but)
+    yield from found
 
 
 def list_divisors(size: int) -> list[int]:

@@ -318,20 +318,7 @@ def test_values_of_a_narrower_dtype_are_rounding(dtype: torch.dtype) -> None:
     explanation = examine("rounding", make_tensor(expected, expected.to(dtype).double())).explanation
     name = str(dtype).removeprefix("torch.")
     assert explanation.cause is Cause.ROUNDING
-    assert explanation.operation == Rounded(dtype=name, is_representable=True)
-
-
-def test_errors_of_the_size_of_rounding_without_direction_are_rounding() -> None:
-    expected = draw(64, 8)
-    noisy = expected * (1 + 2.0**-9 * draw(64, 8, seed=1))
-    operation = examine("rounding", make_tensor(expected, noisy)).explanation.operation
-    assert operation == Rounded(dtype="bfloat16", is_representable=False)
-
-
-@pytest.mark.parametrize("factor", [1.002, 1.0 + 2.0**-24, 3.0])
-def test_a_factor_is_no_rounding_however_small_it_is(factor: float) -> None:
-    expected = draw(64, 8)
-    assert examine("rounding", make_tensor(expected, expected * factor)).explanation is None
+    assert explanation.operation == Rounded(dtype=name)
 
 
 def test_the_recipes_own_precision_is_no_finding() -> None:

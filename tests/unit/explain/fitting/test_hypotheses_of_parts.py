@@ -5,18 +5,14 @@ Each is tested on a new bug of its class, and on a bug of another class that it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
 import torch
-from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_origin, make_sharded, make_tensor
+from wrong_tensors import draw, examine, find_hypothesis, make_inputs, make_sharded, make_tensor
 
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.counter_tests import count_right_alike
 from moeverify.parallel.regions.region import Region
 from moeverify.results.factor import Source
 from moeverify.results.operation import (
-    LostElements,
     Stepped,
     Unmoved,
 )
@@ -43,50 +39,6 @@ def test_a_counter_of_steps_is_read_as_a_number() -> None:
     assert not find_hypothesis("step_counter").applies(moment, make_inputs(moment))
 
 
-def test_elements_that_are_zero_are_named_with_their_place() -> None:
-    expected = draw(4, 6)
-    first, second = expected[:2].clone(), expected[2:].clone()
-    first.view(-1)[-3:] = 0.0
-    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
-    assert found is not None
-    assert found.operation == LostElements(num_lost=3, num_elements=12, at_end=True, ranks=(0,))
-    first = expected[:2].clone()
-    first.view(-1)[2:4] = 0.0
-    found = examine("lost_elements", make_sharded(expected, first, second)).explanation
-    assert found is not None
-    assert found.operation == LostElements(num_lost=2, num_elements=12, at_end=False, ranks=(0,))
-
-
-@pytest.mark.parametrize(
-    ("dim", "lost", "known"), [(0, [3], (3,)), (1, [1, 4], (1, 4)), (1, range(5), (0, 1, 2, 3))]
-)
-def test_whole_slices_that_are_zero_are_named_by_their_global_index(
-    dim: int, lost: Sequence[int], known: tuple[int, ...]
-) -> None:
-    expected = draw(4, 6)
-    actual = expected.index_fill(dim, torch.tensor(list(lost)), 0.0)
-    found = examine(
-        "lost_elements", make_sharded(expected, actual[:2].clone(), actual[2:].clone())
-    ).explanation
-    assert found is not None
-    assert isinstance(found.operation, LostElements)
-    assert (found.operation.dim, found.operation.slices) == (dim, known)
-    assert found.operation.num_slices == len(lost)
-    assert found.operation.ranks == ((1,) if dim == 0 else (0, 1))
-    assert found.operation.own == ((1,) if dim == 0 else ())  # the second row of rank 1's part
-
-
-def test_zeros_beside_other_errors_are_no_lost_elements() -> None:
-    expected = draw(4, 6)
-    first, second = expected[:2].clone(), expected[2:] * 2.0
-    first.view(-1)[-3:] = 0.0
-    assert examine("lost_elements", make_sharded(expected, first, second)).explanation is None
-    assert examine("lost_elements", make_sharded(expected, 0.0 * first, expected[2:])).explanation is None
-    first = expected[:2].clone()
-    first.view(-1)[-1] = 0.0
-    assert examine("lost_elements", make_sharded(expected, first, expected[2:])).explanation is None
-
-
 def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
     expected = draw(4, 3)
     still = make_sharded(expected, expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
@@ -95,24 +47,6 @@ def test_an_update_that_stands_still_on_one_rank_names_it() -> None:
     assert outcome.explanation.operation == Unmoved(ranks=(1,))
     others = make_sharded(expected, 2 * expected[:2], torch.zeros(2, 3, dtype=torch.float64), kind="update")
     assert examine("unmoved", others).explanation is None
-
-
-# rounding needs rounding's error pattern
-
-
-def test_few_wrong_elements_are_no_rounding_whatever_their_norm() -> None:
-    expected = draw(40, 40)
-    actual = expected.clone()
-    actual[:4] *= 1.0 + 0.01 * draw(4, 40, seed=1)
-    assert examine("rounding", make_tensor(expected, actual)).explanation is None
-
-
-def test_errors_of_low_rank_where_it_began_are_no_rounding() -> None:
-    expected = draw(4, 8, 16)
-    noise, low_rank = draw(4, 8, 16, seed=1), draw(4, 8, 1, seed=2) * draw(1, 1, 16, seed=3)
-    for error, is_rounding in ((noise, True), (low_rank, False)):
-        tensor, inputs = make_origin(expected, expected + 2e-3 * error)
-        assert (examine("rounding", tensor, inputs).explanation is not None) == is_rounding
 
 
 # counter-tests

@@ -63,7 +63,7 @@ def test_what_the_golden_explains_stays_the_cause() -> None:
 @pytest.mark.parametrize(
     ("cause", "operation"),
     [
-        (Cause.ROUNDING, Rounded(dtype="bfloat16", is_representable=False)),
+        (Cause.ROUNDING, Rounded(dtype="bfloat16")),
         (Cause.SCALE, Scaled(contributions=(Contribution(part=WHOLE, factor=Factor(value=0.2)),))),
     ],
 )

@@ -70,8 +70,6 @@ ELSEWHERE = origin(Cause.BACKWARD, Subject(quantity=Quantity.MODULE_GRADIENT, mo
         (REPORTED, gradient("z"), False),
         (COMPUTED, gradient("balance padding", Cause.PADDING), True),
         (COMPUTED, gradient(code=Cause.FORWARD), False),
-        (COMPUTED, gradient(code=Cause.FORWARD, form="layers"), True),
-        (COMPUTED, gradient(code=Cause.FORWARD, form="layers", factors={0: 0.5, 1: None}), False),
         (OTHER_LOSS, gradient(), False),
         (AROUND, gradient(), True),
         (AROUND, unknown(), False),
@@ -104,7 +102,6 @@ def test_a_gradient_that_nothing_explains_follows_from_one_that_something_does()
     ("facts", "said"),
     [
         ({"factors": {0: 0.0}}, "the balance loss has no gradient in the router"),
-        ({"factors": {0: 1.0}, "form": "layers"}, "with the experts' mean shares over the layers"),
         (
             {"factors": {0: 1.5, 1: 3.0}, "in_router": True},
             "passes the gradient of the balance loss on to its weight 1.5 times on rank 0 and 3 times on rank 1",

@@ -116,35 +116,3 @@ def test_the_choice_is_that_of_the_reference_model(make_one_device_case: Callabl
     chosen, room = choose_experts(spec, scores)
     assert torch.equal(torch.zeros_like(chosen).scatter(-1, ids, True), chosen)
     assert (room <= margin).all(), "a group's score of two experts may be off by twice as much"
-
-
-@pytest.mark.parametrize("what", ["scores", "logits"])
-@pytest.mark.parametrize("precision", ["float64", "mixed"])
-@pytest.mark.parametrize("moe", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid groups"])
-def test_what_is_rounded_before_weights_are_made_is_named(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch, moe: dict[str, Any], precision: str, what: str
-) -> None:
-    score, weigh = Router.score, Router.weigh
-    if what == "logits":
-        monkeypatch.setattr(
-            Router,
-            "score",
-            lambda self, logits: score(self, logits.to(torch.bfloat16).to(logits.dtype)),
-        )
-    else:
-        monkeypatch.setattr(
-            Router, "weigh", lambda self, chosen: weigh(self, chosen.to(torch.bfloat16)).to(chosen.dtype)
-        )
-    found = [each for each in judge(moe, precision).findings if each.kind == Kind.ROUTER_WEIGHTS]
-    assert found
-    assert {(each.facts.rounded, each.facts.dtype) for each in found} == {(what, "bfloat16")}
-
-
-def test_weights_that_are_off_by_a_percent_are_not_rounded(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weigh = Router.weigh
-    monkeypatch.setattr(Router, "weigh", lambda self, chosen: 1.01 * weigh(self, chosen))
-    found = judge(SOFTMAX, "mixed").findings
-    assert found
-    assert all(not each.facts.rounded for each in found)

@@ -125,18 +125,6 @@ def test_padding_that_takes_part_is_told_from_a_factor(judge: Judge, monkeypatch
     assert {finding.code for finding in outcome.findings} == {Cause.PADDING}
 
 
-def test_shares_of_another_form_are_named(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = objective.router_losses
-
-    def join(spec: Any, stats: Any, *rest: Any) -> tuple[Tensor, Tensor]:
-        counts = torch.stack([each.counts for each in stats]).to(torch.float64).mean(dim=0)
-        return original(spec, [each._replace(counts=counts) for each in stats], *rest)
-
-    monkeypatch.setattr(forward, "router_losses", join)
-    (facts,) = facts_of(judge(SOFTMAX, "bfloat16"))
-    assert (facts.term, facts.form) == ("balance", "layers")
-
-
 def test_a_loss_without_a_gradient_counts_zero_times(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     original = objective.router_losses
 

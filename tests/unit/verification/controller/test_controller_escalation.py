@@ -91,7 +91,6 @@ def test_cases_whose_leading_finding_names_no_operation_are_asked() -> None:
         Altered(),
         Altered(first_micro_batch=1),
         OwnValues(ranks=(1,)),
-        Rounded(dtype="bfloat16", is_representable=False),
         scale(1.02216),
         scale(0.0),
     ],
@@ -103,7 +102,7 @@ def test_a_place_a_size_and_a_measured_number_name_no_operation(operation: Opera
 @pytest.mark.parametrize(
     "operation",
     [
-        Rounded(dtype="bfloat16", is_representable=True),
+        Rounded(dtype="bfloat16"),
         Unmoved(),
         scale(2.0, Product(times=("tp",))),
         scale(0.3, part=Part(term="balance")),
@@ -265,8 +264,7 @@ def test_a_first_wrong_operation_leads_places_and_refutes_parts_of_sums() -> Non
         assert needs_escalation(answer(narrow))
         lead, before = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
         assert (lead.tensor, lead.wider[0].precision, before.follows) == ("v", "float64", "v")
-    rounded = explain(Rounded(dtype="bfloat16", is_representable=False), Cause.ROUNDING)
-    for narrow in (rounded, find("w", code=Cause.OPTIMIZER), estimate(EXPLAINED)):
+    for narrow in (find("w", code=Cause.OPTIMIZER), estimate(EXPLAINED)):
         (kept,) = merge(answer(narrow), [("float64", answer(trace("v")))]).findings
         assert (kept.tensor, kept.follows) == ("w", "")
     sure, own = merge(answer(trace("v")), [("float64", answer(EXPLAINED))]).findings

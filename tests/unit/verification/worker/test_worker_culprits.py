@@ -179,9 +179,7 @@ def test_a_norm_that_a_check_found_wrong_stays_the_cause(code: str) -> None:
 
 
 def test_a_line_that_chooses_a_narrow_dtype_leads_the_module_that_rounds() -> None:
-    rounded = EXPLANATION.model_copy(
-        update={"operation": Rounded(dtype="float32", is_representable=True), "cause": Cause.ROUNDING}
-    )
+    rounded = EXPLANATION.model_copy(update={"operation": Rounded(dtype="float32"), "cause": Cause.ROUNDING})
     finding = find("w", explanation=rounded, code=Cause.ROUNDING)
     assert choose_share([finding], 1, Found()) == 0
     culprit = blame("gradient/w", mechanism="dtype", rounds_to="float32")
