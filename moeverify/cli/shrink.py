@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
-from moeverify.cli.context import CommandContext, open_context
+from moeverify.cli.context import CommandContext, open_context, postponed_signals
 from moeverify.cli.options import with_groups
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def shrink(
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
 
     Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
-    wrong line is the same. Ctrl-C ends the search and keeps the smallest case so far.
+    wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far.
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
@@ -66,7 +66,8 @@ def shrink(
             try:
                 reduction.search()
             except BaseException:
-                _write(cases, reduction, file, context, is_whole=False)
+                with postponed_signals():
+                    _write(cases, reduction, file, context, is_whole=False)
                 raise
         _write(cases, reduction, file, context, is_whole=True)
 
@@ -89,19 +90,20 @@ def _write(
     """Write the smallest case so far, and print how it differs from the case itself."""
     from moeverify.report.console import print_fact
     from moeverify.report.files import write_atomically
+    from moeverify.verification.controller.reductions import name_values
     from moeverify.verification.controller.smaller_cases import write_case
 
-    smallest = cases.load(reduction.values)
+    values, found = cases.shown[name_values(reduction.values)] if is_whole else cases.find_smallest()
+    smallest = cases.load(values)
     assert smallest is not None
-    assert cases.first is not None
     before = {each.path: each.value for each in cases.list_fields({}) or ()}
-    changes = [f"{path}: {before.get(path)} to {value}" for path, value in reduction.values.items()]
+    changes = [f"{path}: {before.get(path)} to {value}" for path, value in values.items()]
     end = "" if is_whole else ", ended early"
     told = [
         f"The smallest case found from {cases.case.name} ({cases.case.file})",
         f"{reduction.num_tried} smaller cases tried{end}",
-        f"It shows: {cases.first.check} of {cases.first.tensor}: {cases.first.code or 'no cause'}",
-        *([f"First wrong line: {cases.first.line}"] if cases.first.line else []),
+        f"It shows: {found.check} of {found.tensor}: {found.code or 'no cause'}",
+        *([f"First wrong line: {found.line}"] if found.is_proved else []),
         *changes,
     ]
     write_atomically(file, write_case(smallest, file.stem, told))
