@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, JsonFile, Quiet, RunSettings
 from moeverify.cli.context import CommandContext, open_context, postponed_signals
 from moeverify.cli.options import with_groups
+from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
@@ -28,6 +28,7 @@ def shrink(
         typer.Option("--out", metavar="FILE", help="The case file to write. Default: NAME-small.yaml."),
     ] = None,
     settings: RunSettings,
+    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
@@ -35,7 +36,7 @@ def shrink(
     Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
     wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("shrink", json)) as context:
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.judgement import JudgementCache
@@ -67,9 +68,9 @@ def shrink(
                 reduction.search()
             except BaseException:
                 with postponed_signals():
-                    _write(cases, reduction, file, context, is_whole=False)
+                    _write(cases, reduction, file, context, reply, is_whole=False)
                 raise
-        _write(cases, reduction, file, context, is_whole=True)
+        _write(cases, reduction, file, context, reply, is_whole=True)
 
 
 def _choose(cases: list[Case]) -> Case:
@@ -85,11 +86,18 @@ def _choose(cases: list[Case]) -> Case:
 
 
 def _write(
-    cases: SmallerCases, reduction: Shrinking, file: Path, context: CommandContext, *, is_whole: bool
+    cases: SmallerCases,
+    reduction: Shrinking,
+    file: Path,
+    context: CommandContext,
+    reply: Reply,
+    *,
+    is_whole: bool,
 ) -> None:
     """Write the smallest case so far, and print how it differs from the case itself."""
     from moeverify.report.console import print_fact
     from moeverify.report.files import write_atomically
+    from moeverify.results.answer import ShrinkResult
     from moeverify.verification.controller.reductions import name_values
     from moeverify.verification.controller.smaller_cases import write_case
 
@@ -107,16 +115,26 @@ def _write(
         *changes,
     ]
     write_atomically(file, write_case(smallest, file.stem, told))
-    ranks = f"{cases.case.layout.world_size} to {smallest.layout.world_size}"
+    sizes = cases.case.layout.world_size, smallest.layout.world_size
     print_fact(
         context.out,
         "smaller",
         "\n".join(changes) or f"nothing{': every smaller case lacks the finding' if is_whole else ' so far'}",
         indent=0,
     )
-    print_fact(context.out, "ranks", ranks, indent=0)
+    print_fact(context.out, "ranks", "{} to {}".format(*sizes), indent=0)
     print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
     print_fact(context.out, "written", str(file), indent=0)
     fault = cases.options.fault
-    again = ["moeverify", "run", str(file), *(["--fault", fault] if fault else [])]
-    print_fact(context.out, "next", shlex.join(again), indent=0)
+    reply.advise(["run", file, *(["--fault", fault] if fault else [])], "verify the smaller case")
+    print_fact(context.out, "next", reply.next[-1][0], indent=0)
+    reply.facts = ShrinkResult(
+        case=cases.case.name,
+        file=cases.case.file,
+        written=str(file),
+        ranks=sizes,
+        changes={path: (before.get(path), value) for path, value in values.items()},
+        finding=found,
+        num_tried=reduction.num_tried,
+        is_whole=is_whole,
+    )

@@ -1,0 +1,151 @@
+"""The results of commands that verify nothing, and errors of all commands with `--json`. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from moeverify.errors import Problem
+from moeverify.results.benchmark_rows import CleanRow
+from moeverify.results.bisection import CommitJudgement
+from moeverify.results.brief import NextStep
+from moeverify.results.factory import TriedModel
+from moeverify.results.golden import GoldenPlan, GoldenRow
+from moeverify.results.mesh import MeshPicture
+from moeverify.results.record import Record
+
+Value = bool | int | float | str | None
+
+
+class TriedLayout(Record):
+    """A layout that `moeverify init` tried. `obstacle` says why it does not apply to the model."""
+
+    name: str
+    verdict: str
+    obstacle: str = ""
+
+
+class WrittenFile(Record):
+    """A file of `moeverify init`; `state` is `edited` if it was left alone, and `printed` with `--dry-run`."""
+
+    path: str
+    state: str
+
+
+class InitResult(Record):
+    """The facts of `moeverify init`."""
+
+    model: TriedModel
+    layouts: tuple[TriedLayout, ...]
+    files: tuple[WrittenFile, ...] = ()
+
+
+class ShrinkResult(Record):
+    """The facts of `moeverify shrink`: `changes` has the fields of the smallest case, as (before, after).
+
+    `is_whole` means that the search was not interrupted, and `num_tried` counts the smaller cases.
+    """
+
+    case: str
+    file: str
+    written: str
+    ranks: tuple[int, int]
+    changes: dict[str, tuple[Value, Value]]
+    finding: CommitJudgement
+    num_tried: int
+    is_whole: bool
+
+
+class CheckedCase(Record):
+    """A valid case, with its layout and recipe in words."""
+
+    name: str
+    file: str
+    ranks: int
+    layout: str
+    recipe: str
+
+
+class CheckedCases(Record):
+    """The facts of `moeverify check`."""
+
+    cases: tuple[CheckedCase, ...]
+
+
+class Goldens(Record):
+    """The facts of `moeverify golden`; `plans` are those of `--plan`."""
+
+    goldens: tuple[GoldenRow, ...] = ()
+    plans: tuple[GoldenPlan, ...] = ()
+
+
+class MeshPictures(Record):
+    """The facts of `moeverify mesh`."""
+
+    meshes: tuple[MeshPicture, ...]
+
+
+class ConvertResult(Record):
+    """The facts of `moeverify convert`."""
+
+    source: str
+    source_kind: str
+    destination: str
+    destination_kind: str
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    seconds: float
+
+
+class ListedFault(Record):
+    """A fault of the catalogue; `group` is the name of its class."""
+
+    number: str
+    group: str
+    title: str
+    source: str
+    mechanism: str
+    trigger: str
+
+
+class ListedFaults(Record):
+    """The facts of `moeverify faults list`."""
+
+    faults: tuple[ListedFault, ...]
+
+
+class CleanRuns(Record):
+    """The facts of `moeverify faults clean`."""
+
+    environment: dict[str, str]
+    runs: tuple[CleanRow, ...]
+
+
+CommandFacts = (
+    InitResult
+    | ShrinkResult
+    | CheckedCases
+    | Goldens
+    | MeshPictures
+    | ConvertResult
+    | ListedFaults
+    | CleanRuns
+)
+
+Status = Literal["pass", "mismatch", "bad-input", "error", "undecided", "interrupted"]
+
+
+class CommandAnswer(Record):
+    """The result of a command; `status` is the meaning of its exit code.
+
+    `problems` are those of the input, or the error that ended the command. `facts` depend on the command, and
+    are left out if it ended before them. `next` has commands to run as they are.
+    """
+
+    schema_version: Literal[1] = 1
+    command: str
+    status: Status
+    exit_code: int
+    problems: tuple[Problem, ...] = ()
+    facts: CommandFacts | None = None
+    next: tuple[NextStep, ...] = ()
