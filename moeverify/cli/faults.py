@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeverify.faults.fault import Fault
+    from moeverify.results.answer import ListedFaults
     from moeverify.results.benchmark_rows import FaultRow
     from moeverify.verification.controller.mutation import MutationOptions, RanMutants
     from moeverify.verification.controller.options import RunOptions
@@ -77,38 +78,47 @@ Only = Annotated[
 def list_faults(numbers: Numbers = None, *, pattern: Words = None, json: JsonFile = None) -> None:
     """List faults, one a line: number, class, the bug, and where it happened."""
     with open_context(reply := Reply("faults list", json)) as context:
-        from moeverify.faults.choice import choose_faults, describe, find_class
-        from moeverify.results.answer import ListedFault, ListedFaults
+        from moeverify.faults.choice import choose_faults, describe
 
         with own_sections():
             chosen = choose_faults(numbers or [], pattern)
         for fault in chosen:
             context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
-        listed = tuple(
-            ListedFault(
-                number=fault.number,
-                group=find_class(fault).name,
-                title=fault.title,
-                source=fault.source,
-                mechanism=fault.mechanism,
-                trigger=fault.trigger,
-            )
-            for fault in chosen
-        )
-        reply.facts = ListedFaults(faults=listed)
+        reply.facts = _describe_faults(chosen)
         reply.advise(["faults", "run", *(fault.number for fault in chosen[:1])], "inject one")
 
 
+def _describe_faults(chosen: Sequence[Fault]) -> ListedFaults:
+    from moeverify.faults.choice import find_class
+    from moeverify.results.answer import ListedFault, ListedFaults
+
+    listed = (
+        ListedFault(
+            number=fault.number,
+            group=find_class(fault).name,
+            title=fault.title,
+            source=fault.source,
+            mechanism=fault.mechanism,
+            trigger=fault.trigger,
+        )
+        for fault in chosen
+    )
+    return ListedFaults(faults=tuple(listed))
+
+
 @faults.command("show")
-def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
+def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")], *, json: JsonFile = None) -> None:
     """Show the origin of a fault, its effect, and how to run a case with it."""
-    with open_context() as context:
+    with open_context(reply := Reply("faults show", json)) as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.cases.schema import PRECISIONS
         from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
-        for fault in choose_faults(numbers):
+        chosen = choose_faults(numbers)
+        reply.facts = _describe_faults(chosen)
+        reply.advise(["faults", "run", *(fault.number for fault in chosen)], "inject them")
+        for fault in chosen:
             expected = describe_expected(fault.expected.where, fault.expected.causes)
             group = find_class(fault)
             lines = [

@@ -109,7 +109,7 @@ class ListedFault(Record):
 
 
 class ListedFaults(Record):
-    """The facts of `moeverify faults list`."""
+    """The facts of `moeverify faults list` and `faults show`."""
 
     faults: tuple[ListedFault, ...]
 
@@ -121,6 +121,41 @@ class CleanRuns(Record):
     runs: tuple[CleanRow, ...]
 
 
+class RunChange(Record):
+    """One difference between two runs: its subject, and the state before and after, in words."""
+
+    kind: str
+    subject: str
+    before: str
+    after: str
+
+
+class RunChanges(Record):
+    """The facts of `moeverify diff`."""
+
+    changes: tuple[RunChange, ...]
+
+
+class HistoryRow(Record):
+    """A kept run; `share` is its largest error over its bound, of the tensor `worst`."""
+
+    name: str
+    started: str
+    verdict: str
+    num_passed: int
+    num_ran: int
+    share: float | None
+    worst: str
+    seconds: float
+
+
+class HistoryRows(Record):
+    """The facts of `moeverify history`, with the files that could not be read."""
+
+    runs: tuple[HistoryRow, ...]
+    left_out: tuple[str, ...] = ()
+
+
 CommandFacts = (
     InitResult
     | ShrinkResult
@@ -130,6 +165,8 @@ CommandFacts = (
     | ConvertResult
     | ListedFaults
     | CleanRuns
+    | RunChanges
+    | HistoryRows
 )
 
 Status = Literal["pass", "mismatch", "bad-input", "error", "undecided", "interrupted"]

@@ -20,7 +20,7 @@ from moeverify.results.answer import CommandAnswer, CommandFacts
 
 Invoke = Callable[..., Any]
 
-TEXT = {"schema", "skill", "serve", "watch", "diff", "history", "faults show"}
+TEXT = {"schema", "skill", "serve", "watch"}
 """Commands without `--json`: their output is a text, or already a file for programs."""
 
 
@@ -67,12 +67,29 @@ def test_a_case_is_described(
     ]
 
 
-def test_faults_are_listed(invoke: Invoke, tmp_path: Path) -> None:
-    assert invoke("faults", "list", "A05", "--json", tmp_path / "out.json").exit_code == 0
+@pytest.mark.parametrize("command", ["list", "show"])
+def test_faults_are_listed(command: str, invoke: Invoke, tmp_path: Path) -> None:
+    assert invoke("faults", command, "A05", "--json", tmp_path / "out.json").exit_code == 0
     content = read(tmp_path / "out.json")
-    assert content["command"] == "faults list"
+    assert content["command"] == f"faults {command}"
     assert [each["number"] for each in content["facts"]["faults"]] == ["A05"]
     assert [each["command"] for each in content["next"]] == ["moeverify faults run A05"]
+
+
+def test_kept_runs_are_compared_and_listed(invoke: Invoke, keep: Callable[..., Path], tmp_path: Path) -> None:
+    before, after = keep("a"), keep("b", "mismatch", error=0.5)
+    (tmp_path / "cut.json").write_text("{")
+    file = tmp_path / "out" / "told.json"
+    file.parent.mkdir()
+    assert invoke("diff", before, after, "--json", file).exit_code == 1
+    assert read(file)["status"] == "mismatch"
+    assert {"kind": "verdict", "subject": "fsdp2-2", "before": "pass", "after": "mismatch"} in read(file)[
+        "facts"
+    ]["changes"]
+    assert invoke("history", tmp_path, "--json", file).exit_code == 2
+    facts = read(file)["facts"]
+    assert [(each["name"], each["verdict"]) for each in facts["runs"]] == [("a", "pass"), ("b", "mismatch")]
+    assert "cut.json" in facts["left_out"][0]
 
 
 def test_a_conversion_is_counted(invoke: Invoke, start: Path, tmp_path: Path) -> None:
