@@ -20,7 +20,7 @@ def check(*, selection: CaseSelection, json: JsonFile = None) -> None:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.errors import CaseError
         from moeverify.report.case_list import describe_recipe, render_catalog
-        from moeverify.results.answer import CheckedCase, CheckedCases
+        from moeverify.results.listed import CheckedCase, CheckedCases
         from moeverify.verification.controller.search_path import examine_functions
 
         cases = selection.load()

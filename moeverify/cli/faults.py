@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from moeverify.faults.fault import Fault
-    from moeverify.results.answer import ListedFaults
     from moeverify.results.benchmark_rows import FaultRow
+    from moeverify.results.listed import ListedFaults
     from moeverify.verification.controller.mutation import MutationOptions, RanMutants
     from moeverify.verification.controller.options import RunOptions
 
@@ -90,7 +90,7 @@ def list_faults(numbers: Numbers = None, *, pattern: Words = None, json: JsonFil
 
 def _describe_faults(chosen: Sequence[Fault]) -> ListedFaults:
     from moeverify.faults.choice import find_class
-    from moeverify.results.answer import ListedFault, ListedFaults
+    from moeverify.results.listed import ListedFault, ListedFaults
 
     listed = (
         ListedFault(

@@ -30,7 +30,7 @@ def mesh(
     """
     with open_context(reply := Reply("mesh", json)) as context:
         from moeverify.report.mesh import render
-        from moeverify.results.answer import MeshPictures
+        from moeverify.results.mesh import MeshPictures
         from moeverify.verification.controller.mesh import make_picture
 
         pictures = tuple(make_picture(case, per_node or 0) for case in selection.load())

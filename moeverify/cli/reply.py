@@ -50,12 +50,12 @@ class Reply:
 
         Raises: OSError when writing fails.
         """
+        if self.file is None:
+            return
         from moeverify.report.files import write_atomically
         from moeverify.results.answer import CommandAnswer
         from moeverify.results.brief import NextStep
 
-        if self.file is None:
-            return
         if self.document:
             write_atomically(self.file, self.document)
             return

@@ -11,7 +11,7 @@ from moeverify.cases.schema import MoE, Recipe
 from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
-from moeverify.results.answer import CheckedCase
+from moeverify.results.listed import CheckedCase
 
 
 def render_catalog(lines: Sequence[CheckedCase], console: Console) -> None:

@@ -10,7 +10,8 @@ from moeverify.results.bisection import CommitJudgement
 from moeverify.results.brief import NextStep
 from moeverify.results.factory import TriedModel
 from moeverify.results.golden import GoldenPlan, GoldenRow
-from moeverify.results.mesh import MeshPicture
+from moeverify.results.listed import CheckedCases, ListedFaults
+from moeverify.results.mesh import MeshPictures
 from moeverify.results.record import Record
 
 Value = bool | int | float | str | None
@@ -55,33 +56,11 @@ class ShrinkResult(Record):
     is_whole: bool
 
 
-class CheckedCase(Record):
-    """A valid case, with its layout and recipe in words."""
-
-    name: str
-    file: str
-    ranks: int
-    layout: str
-    recipe: str
-
-
-class CheckedCases(Record):
-    """The facts of `moeverify check`."""
-
-    cases: tuple[CheckedCase, ...]
-
-
 class Goldens(Record):
     """The facts of `moeverify golden`; `plans` are those of `--plan`."""
 
     goldens: tuple[GoldenRow, ...] = ()
     plans: tuple[GoldenPlan, ...] = ()
-
-
-class MeshPictures(Record):
-    """The facts of `moeverify mesh`."""
-
-    meshes: tuple[MeshPicture, ...]
 
 
 class ConvertResult(Record):
@@ -95,23 +74,6 @@ class ConvertResult(Record):
     num_bytes: int
     num_files: int
     seconds: float
-
-
-class ListedFault(Record):
-    """A fault of the catalogue; `group` is the name of its class."""
-
-    number: str
-    group: str
-    title: str
-    source: str
-    mechanism: str
-    trigger: str
-
-
-class ListedFaults(Record):
-    """The facts of `moeverify faults list` and `faults show`."""
-
-    faults: tuple[ListedFault, ...]
 
 
 class CleanRuns(Record):

@@ -50,3 +50,9 @@ class MeshPicture(Record):
     def find_nodes(self, group: tuple[int, ...]) -> list[int]:
         """Return the indices of the nodes that host the ranks of a group."""
         return sorted({rank // self.per_node for rank in group})
+
+
+class MeshPictures(Record):
+    """The facts of `moeverify mesh`."""
+
+    meshes: tuple[MeshPicture, ...]

@@ -22,8 +22,8 @@ from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
 from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress, show_work
 from moeverify.report.sanitize import clean, elide
-from moeverify.results.answer import CheckedCase
 from moeverify.results.golden import GoldenRow, GoldenState
+from moeverify.results.listed import CheckedCase
 from moeverify.results.mesh import MeshPicture, RankPlace
 from moeverify.results.probe import ProbeRow
 from moeverify.results.run import Event
