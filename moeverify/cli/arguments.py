@@ -76,6 +76,9 @@ GoldenFolder = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show only cases that did not pass, and the last line.")
 ]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option(
@@ -143,6 +146,12 @@ class CaseSelection(OptionGroup):
         first = [EXAMPLES / f"{name}.yaml" for name in _FIRST_EXAMPLES]
         examples = first if self.pattern is None else [EXAMPLES]
         return [*(self.cases or ()), *(examples if self.examples else ())]
+
+    def list_words(self) -> list[str]:
+        """Return the words of the command line that select the cases."""
+        words = [*map(str, self.cases or ()), *(["--examples"] if self.examples else [])]
+        words += [word for override in self.overrides or () for word in ("--set", override)]
+        return [*words, *(["-k", self.pattern] if self.pattern is not None else [])]
 
     def load(self) -> list[Case]:
         """Return the selected cases.

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
+from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, JsonFile, Quiet, Ranks, Timeout
 from moeverify.cli.context import BAD_INPUT, FAILED, open_context, postponed_signals
 from moeverify.cli.options import OptionGroup, with_groups
+from moeverify.cli.reply import Reply
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ _Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps 
 class BenchFiles(OptionGroup):
     """Files written in addition to the tables."""
 
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-    ] = None
+    json: JsonFile = None
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Write a picture of the sweep as PNG.")
     ] = None
@@ -63,7 +62,7 @@ class BenchFiles(OptionGroup):
         if self.plots is not None and not has_sweep:
             remedy = "add --sweep A.B=V,W, or take --profile DIR for the picture of a step"
             raise CaseError([Problem("shows a sweep, and there is none", path="--plots", remedy=remedy)])
-        check_writable([] if self.json is None else [self.json], self.plots, self.profile)
+        check_writable([], self.plots, self.profile)
 
     def name_folders(self, cases: Sequence[Case]) -> dict[str, Path]:
         """Return the folder of each case below the folder of `--profile`."""
@@ -75,11 +74,7 @@ class BenchFiles(OptionGroup):
         return {case.name: self.profile.resolve() / make_stem(case.name, used) for case in cases}
 
     def write(self, result: BenchRun, folders: dict[str, Path]) -> None:
-        """Write the results and the pictures; the ranks have already written their traces."""
-        from moeverify.report.files import write_atomically
-
-        if self.json is not None:
-            write_atomically(self.json, result.model_dump_json(indent=1))
+        """Write the pictures; the ranks have already written their traces."""
         if self.plots is None and self.profile is None:
             return
         from moeverify.report.formats.plots import write_step, write_sweep
@@ -109,7 +104,7 @@ def bench(
 
     Needs no golden: `moeverify run` checks the results. Ctrl-C keeps the measurements so far.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("bench", files.json)) as context:
         from moeverify.report.bench import render_bench
         from moeverify.report.figures import list_bench_figures
         from moeverify.report.progress import open_progress
@@ -137,6 +132,7 @@ def bench(
             if result is not None:
                 with postponed_signals():
                     result = _complete(mark_swept(result, combinations))
+                    reply.document = result.model_dump_json(indent=1)
                     files.write(result, folders)
                     render_bench(result, context.out)
         if result is None:  # only the first of several ranks reports

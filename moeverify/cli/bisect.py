@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import open_context
+from moeverify.cli.reply import Reply
 
 _UNDECIDED = 4
 
@@ -32,9 +34,7 @@ def bisect(
     ],
     *,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Verify so many commits at a time.")] = 1,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")
-    ] = None,
+    json: JsonFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result.")] = False,
 ) -> None:
     """Find the commit since which a case fails: `moeverify bisect v1..HEAD -- verify/tp.yaml`.
@@ -42,9 +42,8 @@ def bisect(
     Each commit is checked out into a temporary worktree. Commits without a verdict are skipped. Exits with 0
     if the commit is found, 2 if an end of the range has the wrong verdict, 4 if only skipped commits are left.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("bisect", json)) as context:
         from moeverify.report.bisection import render_bisection
-        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.bisect import CommitSearch
         from moeverify.verification.controller.commit_judge import CommitCase, CommitJudge
@@ -52,8 +51,6 @@ def bisect(
         from moeverify.verification.controller.judgement import JudgementCache
         from moeverify.verification.controller.scratch import scratch_folder
 
-        if json is not None:
-            check_writable([json])
         repository = Repository.find(Path.cwd(), os.environ)
         good, bad = (repository.resolve(each) for each in _split(commits))
         case = CommitCase.find(Path(command[0]), command[1:], Path.cwd(), repository)
@@ -68,8 +65,7 @@ def bisect(
                 search = CommitSearch(repository, folder, judge, shown.on_event, jobs)
                 result = search.find(good, bad)
                 result = result.model_copy(update={"notes": (*result.notes, *judge.list_notes())})
-        if json is not None:
-            write_atomically(json, result.model_dump_json(indent=2) + "\n")
+        reply.document = result.model_dump_json(indent=2) + "\n"
         render_bisection(result, context.out)
         raise typer.Exit(0 if result.outcome == "found" else _UNDECIDED)
 

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeverify.cli.arguments import CaseSelection
+from moeverify.cli.arguments import CaseSelection, JsonFile
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
+from moeverify.cli.reply import Reply
 
 
 @with_groups
-def check(*, selection: CaseSelection) -> None:
+def check(*, selection: CaseSelection, json: JsonFile = None) -> None:
     """Validate cases without running them.
 
     Prints one line a case, or all problems. The functions that cases name must exist; they are not imported.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("check", json)) as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.errors import CaseError
-        from moeverify.report.case_list import CaseLine, describe_recipe, render_catalog
+        from moeverify.report.case_list import describe_recipe, render_catalog
+        from moeverify.results.listed import CheckedCase, CheckedCases
         from moeverify.verification.controller.search_path import examine_functions
 
         cases = selection.load()
         problems = [replace(each, file=case.file) for case in cases for each in examine_functions(case)]
         if problems:
             raise CaseError(problems)
-        lines = [
-            CaseLine(
-                case.name, case.layout.world_size, describe_layout(case.layout), describe_recipe(case.recipe)
+        checked = tuple(
+            CheckedCase(
+                name=case.name,
+                file=case.file,
+                ranks=case.layout.world_size,
+                layout=describe_layout(case.layout),
+                recipe=describe_recipe(case.recipe),
             )
             for case in cases
-        ]
-        render_catalog(lines, context.out)
+        )
+        render_catalog(checked, context.out)
+        reply.facts = CheckedCases(cases=checked)
+        reply.advise(["run", *selection.list_words()], "verify them")

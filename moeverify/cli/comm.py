@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
+from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption, JsonFile
 from moeverify.cli.context import EXIT_CODES, open_context
+from moeverify.cli.reply import Reply
 from moeverify.results.collective_name import CollectiveName
 
 _Name = Annotated[
@@ -25,7 +26,6 @@ _Source = Annotated[
     int, typer.Option("--source", min=0, metavar="RANK", help="The rank that a broadcast begins at.")
 ]
 _Backward = Annotated[bool, typer.Option("--backward", help="Show the gradients too.")]
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")]
 
 
 def comm(
@@ -38,21 +38,18 @@ def comm(
     backward: _Backward = False,
     device: DeviceOption = Device.auto,
     backend: BackendOption = Backend.auto,
-    json_file: _Json = None,
+    json: JsonFile = None,
 ) -> None:
     """Run one collective on real ranks, and show the input, sends, receives and output of each.
 
     Element i of rank r is 100 r + i, so that a number says where it comes from. The outputs are compared with the
     definition, bit for bit.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("comm", json)) as context:
         from moeverify.report.collective_run import render_collective
-        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import show_work
         from moeverify.verification.controller.collective import run_collective
 
-        if json_file is not None and context.is_first:
-            check_writable([json_file])
         sizes = _choose_sizes(collective, ranks, size, splits, source)
         with show_work(context.err, f"running {collective} on {ranks} ranks"):
             found = run_collective(
@@ -67,8 +64,7 @@ def comm(
         if found is None:  # only the first of several ranks reports
             return
         render_collective(found, context.out)
-        if json_file is not None:
-            write_atomically(json_file, found.model_dump_json(indent=1))
+        reply.document = found.model_dump_json(indent=1)
         raise typer.Exit(EXIT_CODES["mismatch" if found.wrong_ranks else "pass"])
 
 

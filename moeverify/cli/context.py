@@ -20,6 +20,8 @@ from moeverify.cli.refusals import describe_refusal, is_bad_input, lacks_memory
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from moeverify.cli.reply import Reply
+
 EXIT_CODES = {"pass": 0, "mismatch": 1, "undecided": 4, "error": 3}
 BAD_INPUT = 2
 FAILED = 3
@@ -57,14 +59,12 @@ class CommandContext:
 
 
 @contextmanager
-def open_context() -> Iterator[CommandContext]:
+def open_context(reply: Reply | None = None) -> Iterator[CommandContext]:
     """Yield the consoles of a command, and turn exceptions into a message and an exit code.
 
-    Raises: typer.Exit.
+    A reply is written by the first rank, however the command ends. Raises: typer.Exit.
     """
-    from moeverify.errors import MoeverifyError, RankFailure
     from moeverify.report.console import open_console
-    from moeverify.report.problems import render_error
 
     is_first = find_rank() == 0
     width = _find_width()
@@ -75,34 +75,50 @@ def open_context() -> Iterator[CommandContext]:
     )
     for stream in (sys.stdout, sys.stderr):
         _print_anything(stream)
+    answer = reply if is_first else None
+    code, error, is_over = 0, None, False
     try:
         with _ends_on_signals():
+            if answer is not None:
+                answer.check()
             yield context
             context.out.file.flush()
-    except typer.Exit:
-        raise
-    except MoeverifyError as error:
+    except typer.Exit as end:
+        code, is_over = end.exit_code, True
+    except (Exception, KeyboardInterrupt) as raised:
+        code, error, is_over = _tell_end(raised, context), raised, True
+    if answer is not None:
+        try:
+            answer.write(code, error)
+        except OSError as failure:
+            code = code or _tell_end(failure, context)
+    if code or is_over:
+        raise typer.Exit(code) from None
+
+
+def _tell_end(error: Exception | KeyboardInterrupt, context: CommandContext) -> int:
+    """Print the exception that ends a command, and return the exit code."""
+    from moeverify.errors import MoeverifyError, RankFailure
+    from moeverify.report.problems import render_error
+
+    if isinstance(error, MoeverifyError):
         render_error(error, context.err)
         publish_error(error, context.err)
-        raise typer.Exit(FAILED if isinstance(error, RankFailure) else BAD_INPUT) from None
-    except Ended as error:
+        return FAILED if isinstance(error, RankFailure) else BAD_INPUT
+    if isinstance(error, KeyboardInterrupt):  # also in a thread, or raised by code that a case names
         with suppress(OSError):  # the terminal is gone
-            context.err.print(str(error))
-        raise typer.Exit(128 + error.number) from None
-    except KeyboardInterrupt:  # in a thread, or raised by code that a case names
-        context.err.print("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:
-        raise typer.Exit(READER_GONE) from None
-    except Exception as error:
-        # Python would exit with code 1, which here means a mismatch.
-        if lacks_memory(error):
-            text = "this machine has no memory left for it; try smaller sizes, or fewer ranks"
-        else:
-            text = describe_refusal(error) if isinstance(error, OSError) else ""
-        _print_error(context, text or _report_fault())
-        is_input = isinstance(error, OSError) and bool(text) and is_bad_input(error)
-        raise typer.Exit(BAD_INPUT if is_input else FAILED) from None
+            context.err.print(str(error) if isinstance(error, Ended) else "interrupted")
+        return 128 + error.number if isinstance(error, Ended) else INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        return READER_GONE
+    # Python would exit with code 1, which here means a mismatch.
+    if lacks_memory(error):
+        text = "this machine has no memory left for it; try smaller sizes, or fewer ranks"
+    else:
+        text = describe_refusal(error) if isinstance(error, OSError) else ""
+    _print_error(context, text or _report_fault(error))
+    is_input = isinstance(error, OSError) and bool(text) and is_bad_input(error)
+    return BAD_INPUT if is_input else FAILED
 
 
 @contextmanager
@@ -122,10 +138,10 @@ def own_sections() -> Iterator[None]:
             os.environ[_PLUGINS] = before
 
 
-def _report_fault() -> str:
-    """Print the traceback of the current exception, and return the text of the error message."""
+def _report_fault(error: BaseException) -> str:
+    """Print the traceback of an exception, and return the text of the error message."""
     with suppress(OSError):
-        traceback.print_exc()
+        traceback.print_exception(error)
     return "this is a fault of moeverify itself, or of the code that a case names"
 
 

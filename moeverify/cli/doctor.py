@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import BAD_INPUT, open_context
+from moeverify.cli.reply import Reply
 
 
 def doctor(
     *,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Probe this machine, and explain the results.
 
     Looks at torch, backends and their known faults, GPUs, optional packages and limits, with remedies. Ctrl-C
     keeps the results so far.
     """
-    with open_context() as context:
-        from moeverify.report.files import check_writable, write_atomically
+    with open_context(reply := Reply("doctor", json)) as context:
         from moeverify.report.probes import render_probes
         from moeverify.report.progress import open_progress
         from moeverify.results.probe import Diagnostics
         from moeverify.verification.controller.doctor import Examination
 
-        check_writable([json] if json is not None else [], None)
         examination = Examination()
         try:
             with open_progress(context.err, noun="probe") as progress:
                 examination.run(progress.on_event)
         finally:
             render_probes(examination.rows, context.out, missing=examination.missing)
-            if json is not None:
-                found = Diagnostics(rows=tuple(examination.rows), missing=tuple(examination.missing))
-                write_atomically(json, found.model_dump_json(indent=2) + "\n")
+            found = Diagnostics(rows=tuple(examination.rows), missing=tuple(examination.missing))
+            reply.document = found.model_dump_json(indent=2) + "\n"
         failed = any(row.status == "fail" for row in examination.rows)
         raise typer.Exit(BAD_INPUT if failed else 0)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
+from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, JsonFile, Quiet
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections, postponed_signals
+from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moeverify.faults.fault import Fault
     from moeverify.results.benchmark_rows import FaultRow
+    from moeverify.results.listed import ListedFaults
     from moeverify.verification.controller.mutation import MutationOptions, RanMutants
     from moeverify.verification.controller.options import RunOptions
 
@@ -65,7 +67,6 @@ Without = Annotated[
         "Can be repeated.",
     ),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the rows as JSON.")]
 _Number = Annotated[int, typer.Option("--number", min=1, max=1_000_000, help="How many mutants to choose.")]
 Only = Annotated[
     list[str] | None,
@@ -74,27 +75,50 @@ Only = Annotated[
 
 
 @faults.command("list")
-def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
+def list_faults(numbers: Numbers = None, *, pattern: Words = None, json: JsonFile = None) -> None:
     """List faults, one a line: number, class, the bug, and where it happened."""
-    with open_context() as context:
+    with open_context(reply := Reply("faults list", json)) as context:
         from moeverify.faults.choice import choose_faults, describe
 
         with own_sections():
             chosen = choose_faults(numbers or [], pattern)
         for fault in chosen:
             context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
+        reply.facts = _describe_faults(chosen)
+        reply.advise(["faults", "run", *(fault.number for fault in chosen[:1])], "inject one")
+
+
+def _describe_faults(chosen: Sequence[Fault]) -> ListedFaults:
+    from moeverify.faults.choice import find_class
+    from moeverify.results.listed import ListedFault, ListedFaults
+
+    listed = (
+        ListedFault(
+            number=fault.number,
+            group=find_class(fault).name,
+            title=fault.title,
+            source=fault.source,
+            mechanism=fault.mechanism,
+            trigger=fault.trigger,
+        )
+        for fault in chosen
+    )
+    return ListedFaults(faults=tuple(listed))
 
 
 @faults.command("show")
-def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
+def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")], *, json: JsonFile = None) -> None:
     """Show the origin of a fault, its effect, and how to run a case with it."""
-    with open_context() as context:
+    with open_context(reply := Reply("faults show", json)) as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.cases.schema import PRECISIONS
         from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
-        for fault in choose_faults(numbers):
+        chosen = choose_faults(numbers)
+        reply.facts = _describe_faults(chosen)
+        reply.advise(["faults", "run", *(fault.number for fault in chosen)], "inject them")
+        for fault in chosen:
             expected = describe_expected(fault.expected.where, fault.expected.causes)
             group = find_class(fault)
             lines = [
@@ -126,14 +150,14 @@ def run(
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
-    json_file: JsonFile = None,
+    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Inject faults, one run each, and say which were detected, located and named.
 
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("faults run", json)) as context:
         from moeverify.explain.fitting.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
         from moeverify.report.files import check_writable
@@ -142,7 +166,7 @@ def run(
         chosen = choose_faults(numbers or [], pattern)
         if precision is not None:
             chosen = change_precision(chosen, precision.value)
-        check_writable([path for path in (markdown, json_file) if path is not None])
+        check_writable([markdown] if markdown is not None else [])
         left_out = choose_left_out(without or (), only or ())
         options = replace(_options(device, cache), without=left_out)
         if EXPLAIN in left_out:
@@ -154,7 +178,7 @@ def run(
         words += [] if escalate else ["--no-escalate"]
         words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
         with postponed_signals():
-            _report_faults(rows, context, device, " ".join(words), markdown, json_file)
+            reply.document = _report_faults(rows, context, device, " ".join(words), markdown)
         missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
@@ -166,9 +190,8 @@ def _report_faults(
     device: Device,
     command: str,
     markdown: Path | None,
-    json_file: Path | None,
-) -> None:
-    """Print the table of faults, and write the files that were asked for."""
+) -> str:
+    """Print the table of faults, write the page that was asked for, and return the rows as JSON."""
     from moeverify.report.faults import render_faults, write_faults, write_json
     from moeverify.report.files import write_atomically
     from moeverify.verification.controller.machine import choose_device, describe_environment
@@ -177,8 +200,7 @@ def _report_faults(
     environment = describe_environment(choose_device(device.value))
     if markdown is not None:
         write_atomically(markdown, write_faults(rows, environment, command))
-    if json_file is not None:
-        write_atomically(json_file, write_json(rows, environment, command))
+    return write_json(rows, environment, command)
 
 
 def _run_all(
@@ -231,16 +253,18 @@ def clean(
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
+    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Run clean cases over layouts, precisions, recipes and seeds; every alarm is a false one.
 
     Exit code 1 when there was an alarm, 3 when a rank failed.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("faults clean", json)) as context:
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
+        from moeverify.results.answer import CleanRuns
         from moeverify.results.benchmark_rows import CleanRow
         from moeverify.verification.controller.clean_matrix import choose_clean, run_clean
         from moeverify.verification.controller.kept import KeptRows
@@ -258,6 +282,7 @@ def clean(
             command = f"moeverify faults clean --seeds {num_seeds}"
             command += f" -k '{pattern}'" if pattern is not None else ""
             write_atomically(markdown, write_clean(rows, environment, command))
+        reply.facts = CleanRuns(environment=environment, runs=tuple(rows))
         raise typer.Exit(_conclude([row.verdict for row in rows]))
 
 
@@ -277,7 +302,7 @@ def mutate(
             "--keep", metavar="FOLDER", help="Keep each result there, and run only those without one."
         ),
     ] = None,
-    json_file: JsonFile = None,
+    json: JsonFile = None,
     markdown: Output = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, max=1e7, help="Seconds for one mutant.")
@@ -292,7 +317,7 @@ def mutate(
 
     Exit code 1 when a mutant survived that should not.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("faults mutate", json)) as context:
         if list_only:
             _print_mutants(context.out)
             return
@@ -301,7 +326,7 @@ def mutate(
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.mutation import MutationOptions, run_mutants
 
-        check_writable([path for path in (json_file, markdown) if path is not None], keep)
+        check_writable([markdown] if markdown is not None else [], keep)
         options = replace(_options(device, cache), timeout=timeout)
         how = MutationOptions(tuple(names or ()), number, seed, keep, escalates=escalate)
         if precision is not None:
@@ -310,8 +335,7 @@ def mutate(
             ran = run_mutants(how, options, progress.on_event)
         _print_rates(context.out, ran, precision)
         command = _name_command(how)
-        if json_file is not None:
-            write_atomically(json_file, write_json(ran.rows, ran.environment, command))
+        reply.document = write_json(ran.rows, ran.environment, command)
         if markdown is not None:
             counts = (ran.num_all, ran.num_unreached)
             write_atomically(markdown, write_mutants(ran.rows, ran.environment, command, counts))

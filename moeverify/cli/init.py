@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
+from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.results.factory import TriedModel
@@ -45,13 +47,14 @@ def init(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try everything, and print the files instead of writing them.")
     ] = False,
+    json: JsonFile = None,
 ) -> None:
     """Write cases, a test and a CI workflow for a model of your own.
 
     Tries the model on one device, makes it smaller by its own configuration, and runs it under the layouts
     that fit. Run it again after changes: files that you have edited are left alone.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("init", json)) as context:
         from moeverify.report.progress import open_progress, show_work
         from moeverify.verification.controller import init as trials
 
@@ -67,7 +70,7 @@ def init(
             if pairs := trials.combine(tried):
                 more, second = trials.try_layouts(model, root, str(folder), pairs, progress.on_event)
                 tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
-        raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
+        raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context, reply))
 
 
 def _check_folder(folder: Path, root: Path, dry_run: bool) -> None:
@@ -114,11 +117,13 @@ def _finish(
     folder: Path,
     dry_run: bool,
     context: CommandContext,
+    reply: Reply,
 ) -> int:
     """Write the files of the layouts that apply, print everything, and return the exit code."""
     from moeverify.report.console import print_fact
     from moeverify.report.sorting import group_texts
     from moeverify.report.text import render_run
+    from moeverify.results.answer import InitResult, TriedLayout, WrittenFile
     from moeverify.verification.controller.init_files import list_files, write_files
     from moeverify.verification.controller.run import find_overall_verdict
 
@@ -129,6 +134,11 @@ def _finish(
         verdict = find_overall_verdict(cases)
         render_run(result.model_copy(update={"cases": cases, "verdict": verdict}), out)
         out.print()
+    layouts = tuple(
+        TriedLayout(name=each.candidate.name, verdict=each.result.verdict, obstacle=each.obstacle)
+        for each in tried
+    )
+    reply.facts = InitResult(model=model, layouts=layouts)
     obstacles = [(each.candidate.name, each.obstacle) for each in tried if each.obstacle]
     for text, names in group_texts(obstacles):
         print_fact(out, "left out", f"{', '.join(names)}: {text}", indent=0)
@@ -136,12 +146,18 @@ def _finish(
         context.err.print("error: no layout applies to this model, and no file was written", soft_wrap=True)
         return BAD_INPUT
     files = list(list_files(root, str(folder), model, [each.candidate for each in applied]))
+    states: list[tuple[Path, str]] = []
     if dry_run:
+        states = [(path, "printed") for path, _ in files]
         for path, text in files:
             out.print(f"\n--- {path}\n{text}", end="", soft_wrap=True)
     else:
         for path, state in write_files(root, files):
             label, note = ("kept", ": you have edited it") if state == "edited" else (state, "")
             print_fact(out, label, f"{path}{note}", indent=0)
+            states.append((path, state))
         print_fact(out, "next", f"moeverify run {folder}, or pytest tests/test_layouts.py", indent=0)
+        reply.advise(["run", folder], "verify the layouts")
+    written = tuple(WrittenFile(path=str(path), state=state) for path, state in states)
+    reply.facts = InitResult(model=model, layouts=layouts, files=written)
     return EXIT_CODES[verdict]

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import open_context
+from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.tools.placement.plan import PlacementPlan
@@ -43,7 +45,6 @@ _Last = Annotated[
 _Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
 ]
-_Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")]
 _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")]
 
 
@@ -58,22 +59,24 @@ def place(
     last: _Last = None,
     out: _Out = None,
     svg: _Svg = None,
-    json_file: _Json = None,
+    json: JsonFile = None,
 ) -> None:
     """Place experts where the load is, with replicas of hot ones in spare slots.
 
     Prints the loads before and after, a bound that no placement can go below, and the placement.
     """
-    with open_context() as context:
+    from json import dumps
+
+    with open_context(reply := Reply("place", json)) as context:
         from moeverify.report.files import check_writable
         from moeverify.report.progress import show_work
         from moeverify.tools.placement.cluster import Cluster
         from moeverify.tools.placement.placement_file import read_placement
-        from moeverify.tools.placement.plan import collect, make_plan
+        from moeverify.tools.placement.plan import collect, make_plan, plan_to_dict
         from moeverify.tools.placement.text import print_plan
         from moeverify.tools.placement.trace_file import read_trace
 
-        check_writable([file for file in (out, svg, json_file) if file is not None])
+        check_writable([file for file in (out, svg) if file is not None])
         load_trace, cluster, placement = collect(
             lambda: read_trace(trace, last=last),
             lambda: Cluster(ranks, nodes),
@@ -90,17 +93,17 @@ def place(
                 max_moves=max_moves,
             )
         print_plan(plan, context.out, name=str(trace))
-        _write_files(plan, out, svg, json_file)
+        _write_files(plan, out, svg)
+        reply.document = dumps(plan_to_dict(plan))
 
 
-def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None, json_file: Path | None) -> None:
+def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None) -> None:
     """Write the requested files."""
     import json
 
     from moeverify.report.files import write_atomically
     from moeverify.tools.placement.picture import draw_plan
     from moeverify.tools.placement.placement_file import format_placement, placement_to_dict
-    from moeverify.tools.placement.plan import plan_to_dict
 
     placement = plan.after.placement
     if out is not None:
@@ -109,5 +112,3 @@ def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None, json_f
         write_atomically(out, text)
     if svg is not None:
         write_atomically(svg, draw_plan(plan))
-    if json_file is not None:
-        write_atomically(json_file, json.dumps(plan_to_dict(plan)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +13,12 @@ from moeverify.cli.arguments import (
     Device,
     DeviceOption,
     Fault,
+    JsonFile,
     Timeout,
 )
 from moeverify.cli.context import EXIT_CODES, open_context
 from moeverify.cli.options import with_groups
+from moeverify.cli.reply import Reply
 
 
 @with_groups
@@ -38,24 +39,20 @@ def route(
     device: DeviceOption = Device.auto,
     backend: BackendOption = Backend.auto,
     timeout: Timeout = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Follow one batch of each case: which token goes to which expert on which rank, counts, drops, load.
 
     The rows that the experts got show where a token was computed, not the layout. Needs no golden.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("route", json)) as context:
         from pydantic import TypeAdapter
 
-        from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import show_work
         from moeverify.report.route import render_route
         from moeverify.results.route import RouteReport
         from moeverify.verification.controller.route import follow_cases
 
-        check_writable([json] if json is not None and context.is_first else [])
         with show_work(context.err, "training each case up to its step"):
             found = follow_cases(
                 selection.load(),
@@ -73,8 +70,7 @@ def route(
             if position:
                 context.out.print()
             render_route(report, context.out)
-        if json is not None:
-            write_atomically(json, TypeAdapter(list[RouteReport]).dump_json(found, indent=1))
+        reply.document = TypeAdapter(list[RouteReport]).dump_json(found, indent=1).decode()
         verdicts = {
             "error" if each.result is None else "pass" if each.result.is_right else "mismatch"
             for each in found

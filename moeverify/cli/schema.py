@@ -16,9 +16,7 @@ def schema(
     ] = False,
     results: Annotated[
         bool,
-        typer.Option(
-            "--results", help="Print the schema of the files of --json and of --json-brief instead."
-        ),
+        typer.Option("--results", help="Print that of the files of --json and of --json-brief instead."),
     ] = False,
 ) -> None:
     """Print the JSON schema of a case file.
@@ -29,8 +27,12 @@ def schema(
         import json
 
         from moeverify.cases.validation.reference import make_json_schema, render_page
+        from moeverify.errors import CaseError, Problem
         from moeverify.report.results_schema import make_results_schema
 
+        if page and results:
+            remedy = "leave out one of --page and --results; docs/reports.md has the keys of results"
+            raise CaseError([Problem("only the fields of a case have a page", path="--page", remedy=remedy)])
         content = make_results_schema() if results else make_json_schema()
         text = render_page() if page else json.dumps(content, indent=2) + "\n"
         door.out.print(text, end="", markup=False, highlight=False, soft_wrap=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
-from moeverify.cli.context import CommandContext, open_context
+from moeverify.cli.arguments import CaseSelection, JsonFile, Quiet, RunSettings
+from moeverify.cli.context import CommandContext, open_context, postponed_signals
 from moeverify.cli.options import with_groups
+from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
@@ -28,14 +28,15 @@ def shrink(
         typer.Option("--out", metavar="FILE", help="The case file to write. Default: NAME-small.yaml."),
     ] = None,
     settings: RunSettings,
+    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
 
     Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
-    wrong line is the same. Ctrl-C ends the search and keeps the smallest case so far.
+    wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far.
     """
-    with open_context() as context:
+    with open_context(reply := Reply("shrink", json)) as context:
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.judgement import JudgementCache
@@ -66,9 +67,10 @@ def shrink(
             try:
                 reduction.search()
             except BaseException:
-                _write(cases, reduction, file, context, is_whole=False)
+                with postponed_signals():
+                    _write(cases, reduction, file, context, reply, is_whole=False)
                 raise
-        _write(cases, reduction, file, context, is_whole=True)
+        _write(cases, reduction, file, context, reply, is_whole=True)
 
 
 def _choose(cases: list[Case]) -> Case:
@@ -84,37 +86,55 @@ def _choose(cases: list[Case]) -> Case:
 
 
 def _write(
-    cases: SmallerCases, reduction: Shrinking, file: Path, context: CommandContext, *, is_whole: bool
+    cases: SmallerCases,
+    reduction: Shrinking,
+    file: Path,
+    context: CommandContext,
+    reply: Reply,
+    *,
+    is_whole: bool,
 ) -> None:
     """Write the smallest case so far, and print how it differs from the case itself."""
     from moeverify.report.console import print_fact
     from moeverify.report.files import write_atomically
+    from moeverify.results.answer import ShrinkResult
+    from moeverify.verification.controller.reductions import name_values
     from moeverify.verification.controller.smaller_cases import write_case
 
-    smallest = cases.load(reduction.values)
+    values, found = cases.shown[name_values(reduction.values)] if is_whole else cases.find_smallest()
+    smallest = cases.load(values)
     assert smallest is not None
-    assert cases.first is not None
     before = {each.path: each.value for each in cases.list_fields({}) or ()}
-    changes = [f"{path}: {before.get(path)} to {value}" for path, value in reduction.values.items()]
+    changes = [f"{path}: {before.get(path)} to {value}" for path, value in values.items()]
     end = "" if is_whole else ", ended early"
     told = [
         f"The smallest case found from {cases.case.name} ({cases.case.file})",
         f"{reduction.num_tried} smaller cases tried{end}",
-        f"It shows: {cases.first.check} of {cases.first.tensor}: {cases.first.code or 'no cause'}",
-        *([f"First wrong line: {cases.first.line}"] if cases.first.line else []),
+        f"It shows: {found.check} of {found.tensor}: {found.code or 'no cause'}",
+        *([f"First wrong line: {found.line}"] if found.is_proved else []),
         *changes,
     ]
     write_atomically(file, write_case(smallest, file.stem, told))
-    ranks = f"{cases.case.layout.world_size} to {smallest.layout.world_size}"
+    sizes = cases.case.layout.world_size, smallest.layout.world_size
     print_fact(
         context.out,
         "smaller",
         "\n".join(changes) or f"nothing{': every smaller case lacks the finding' if is_whole else ' so far'}",
         indent=0,
     )
-    print_fact(context.out, "ranks", ranks, indent=0)
+    print_fact(context.out, "ranks", "{} to {}".format(*sizes), indent=0)
     print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
     print_fact(context.out, "written", str(file), indent=0)
     fault = cases.options.fault
-    again = ["moeverify", "run", str(file), *(["--fault", fault] if fault else [])]
-    print_fact(context.out, "next", shlex.join(again), indent=0)
+    reply.advise(["run", file, *(["--fault", fault] if fault else [])], "verify the smaller case")
+    print_fact(context.out, "next", reply.next[-1][0], indent=0)
+    reply.facts = ShrinkResult(
+        case=cases.case.name,
+        file=cases.case.file,
+        written=str(file),
+        ranks=sizes,
+        changes={path: (before.get(path), value) for path, value in values.items()},
+        finding=found,
+        num_tried=reduction.num_tried,
+        is_whole=is_whole,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.text import Text
@@ -12,19 +11,10 @@ from moeverify.cases.schema import MoE, Recipe
 from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count
 from moeverify.report.sanitize import clean
+from moeverify.results.listed import CheckedCase
 
 
-@dataclass(frozen=True)
-class CaseLine:
-    """One valid case, described in words."""
-
-    name: str
-    ranks: int
-    layout: str
-    recipe: str
-
-
-def render_catalog(lines: Sequence[CaseLine], console: Console) -> None:
+def render_catalog(lines: Sequence[CheckedCase], console: Console) -> None:
     """Print the name, number of ranks, layout and recipe of each case, and the total counts."""
     table = new_table(console)
     table.add_column("case", overflow="fold")

@@ -2,51 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from moeverify.report.console import new_table, print_lines, print_table
 from moeverify.report.numbers import format_count, format_range
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """The place of one rank in the mesh and its data.
-
-    `coordinates` maps each axis to the rank's position. `rows` are the global rows of the batch that the
-    rank sees, and `positions` the global token positions. `holds` maps other kinds of things, such as
-    experts, to their numbers.
-    """
-
-    rank: int
-    coordinates: Mapping[str, int]
-    rows: tuple[int, ...] = ()
-    positions: tuple[int, ...] = ()
-    holds: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class MeshPicture:
-    """The contents of a mesh picture: axis sizes (outermost first), ranks, and the groups of each axis.
-
-    `borrowed` holds axes that reuse the ranks of others, such as ep. `per_node` is the number of ranks per
-    node, counted from rank 0; 0 if unknown.
-    """
-
-    name: str
-    axes: Mapping[str, int]
-    ranks: tuple[RankPlace, ...]
-    groups: Mapping[str, tuple[tuple[int, ...], ...]]
-    borrowed: Mapping[str, int] = field(default_factory=dict)
-    per_node: int = 0
-
-    def find_nodes(self, group: tuple[int, ...]) -> list[int]:
-        """Return the indices of the nodes that host the ranks of a group."""
-        return sorted({rank // self.per_node for rank in group})
+from moeverify.results.mesh import MeshPicture
 
 
 def render(picture: MeshPicture, console: Console) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from moeverify.results.answer import CommandAnswer
 from moeverify.results.benchmark_rows import FaultRow
 from moeverify.results.bisection import Bisection
 from moeverify.results.brief import Brief
@@ -24,6 +25,7 @@ Schema = dict[str, Any]
 _WHOLE: Sequence[type[BaseModel]] = (
     RunResult,
     Brief,
+    CommandAnswer,
     Bisection,
     BenchRun,
     CollectiveRun,

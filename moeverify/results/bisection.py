@@ -12,7 +12,8 @@ class CommitJudgement(Record):
     """The verdict of a case and its leading finding, short enough to be kept for every commit of a history.
 
     `check`, `tensor` and `code` are those of the finding, `cause` is in words, and `line` is
-    `file:line: expression` of the first wrong operation. `reason` says why there is no verdict.
+    `file:line: expression` of the first wrong operation. `is_proved` means that a repair of this line made the
+    results right. `reason` says why there is no verdict.
     """
 
     verdict: Verdict
@@ -21,6 +22,7 @@ class CommitJudgement(Record):
     code: str = ""
     cause: str = ""
     line: str = ""
+    is_proved: bool = False
     reason: str = ""
     seconds: Seconds = 0.0
 

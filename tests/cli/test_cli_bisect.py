@@ -95,8 +95,12 @@ def test_the_commit_is_found_and_the_case_made_smaller(
     assert passing.exit_code == 2
     assert "passes" in passing.output
     subprocess.run(["git", "checkout", "--quiet", "net.py"], check=True)
-    small = invoke("shrink", "verify/net.yaml")
+    small = invoke("shrink", "verify/net.yaml", "--json", tmp_path / "small.json")
     assert small.exit_code == 0, small.output
+    told = json.loads((tmp_path / "small.json").read_text())
+    assert told["facts"]["changes"]["recipe.model.arguments.layers"] == [2, 1]
+    assert (told["facts"]["is_whole"], told["facts"]["written"]) == (True, "verify/net-small.yaml")
+    assert [each["command"] for each in told["next"]] == ["moeverify run verify/net-small.yaml"]
     counted = [line.split()[0] for line in small.output.splitlines() if line.startswith("[")]
     assert counted == [
         f"[{number}]" for number in range(1, len(counted) + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,20 @@ def test_a_new_model_gets_cases_that_ran(
     (tmp_path / "theirs.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    done = invoke("init", "theirs:Net")
+    done = invoke("init", "theirs:Net", "--json", tmp_path / "told.json")
     assert done.exit_code == 0, done.output
     assert "2 cases: 2 pass" in done.output
+    facts = json.loads((tmp_path / "told.json").read_text())["facts"]
+    assert [(each["name"], each["verdict"]) for each in facts["layouts"]] == [
+        ("ddp", "pass"),
+        ("fsdp2", "pass"),
+    ]
     files = {
         str(path.relative_to(tmp_path))
         for path in tmp_path.rglob("*")
         if path.suffix in (".yaml", ".yml", ".py")
     }
+    assert files == {"theirs.py", *(each["path"] for each in facts["files"])}
     assert files == {
         "theirs.py",
         "verify/net-ddp.yaml",

@@ -29,3 +29,10 @@ def test_the_page_is_the_committed_one() -> None:
     done = run("--page")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (ROOT / "docs" / "reference" / "case.md").read_text()
+
+
+def test_results_have_no_page() -> None:
+    done = run("--page", "--results")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "only the fields of a case have a page" in done.stderr
+    assert json.loads(run("--results").stdout)["title"] == "Results of moeverify"

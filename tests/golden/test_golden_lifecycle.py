@@ -81,7 +81,7 @@ def life(tmp_path_factory: pytest.TempPathFactory, make_project: Callable[..., A
     life["flipped"] = flip_bits_of_full_golden(project, "fine")
     project.variables["CI"] = "true"
     life["run"] = *project.run("cases"), project.goldens
-    do("check", "--check")
+    do("check", "--check", "--json", "check.json")
     do("refresh")
     (project.folder / "golden" / "old.name.cpu.json").unlink()
     (project.folder / "golden" / "theirs.cpu.json").unlink()
@@ -121,6 +121,14 @@ def test_a_run_says_what_is_wrong_with_each_golden(life: dict[str, Any]) -> None
     assert "if the change is meant, refresh it with `moeverify golden cases/wrong.yaml`" in reasons["wrong"]
     for reason in reasons.values():
         assert reason in done.out
+
+
+def test_a_check_is_written_as_json(life: dict[str, Any]) -> None:
+    told = json.loads((life["project"].folder / "check.json").read_text())
+    assert (told["command"], told["status"], told["exit_code"]) == ("golden", "mismatch", 1)
+    rows = {Path(each["name"]).name: each["status"] for each in told["facts"]["goldens"]}
+    assert rows == {name: status for name, (status, _) in read_rows(life["check"][0].out).items()}
+    assert [each["command"] for each in told["next"]] == ["moeverify golden cases"]
 
 
 def test_neither_a_run_nor_a_check_touches_a_golden(life: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ def judge(result: CaseResult) -> CommitJudgement:
         code=lead.code,
         cause=describe_cause(lead),
         line=next(iter(list_lines(lead.culprit)), ""),
+        is_proved=lead.culprit is not None and lead.culprit.names_cause,
         seconds=result.seconds,
     )
 

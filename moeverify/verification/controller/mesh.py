@@ -11,8 +11,7 @@ from moeverify.cases.axes.mesh import MeshPlan
 from moeverify.cases.axes.split import split_rows
 from moeverify.cases.schema import Case, Layout
 from moeverify.parallel.context_parallel import split_positions
-from moeverify.report.mesh import MeshPicture, RankPlace
-from moeverify.results.mesh import MeshShape
+from moeverify.results.mesh import MeshPicture, MeshShape, RankPlace
 from moeverify.tools.placement.placement import Placement
 
 
@@ -29,7 +28,9 @@ def make_picture(case: Case, per_node: int = 0) -> MeshPicture:
     groups |= {axis: plan.sparse.groups(axis) for axis in borrowed}
     named = {name: tuple(tuple(group) for group in found) for name, found in groups.items()}
     ranks = tuple(_place(case, plan, rank) for rank in range(layout.world_size))
-    return MeshPicture(case.name, axes, ranks, named, borrowed, per_node)
+    return MeshPicture(
+        name=case.name, axes=axes, ranks=ranks, groups=named, borrowed=borrowed, per_node=per_node
+    )
 
 
 def make_shape(layout: Layout) -> MeshShape:
@@ -53,7 +54,7 @@ def _place(case: Case, plan: MeshPlan, rank: int) -> RankPlace:
     known = {
         axis: at for axis, at in plan.coordinates(rank).items() if axis != "etp" or cuts_experts_apart(case)
     }
-    return RankPlace(rank, known, tuple(rows), tuple(positions), holds)
+    return RankPlace(rank=rank, coordinates=known, rows=tuple(rows), positions=tuple(positions), holds=holds)
 
 
 def _list_experts(case: Case, coordinate: int) -> dict[str, tuple[int, ...]]:

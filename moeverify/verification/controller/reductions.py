@@ -49,6 +49,11 @@ def format_values(values: Values) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in values.items()]
 
 
+def name_values(values: Values) -> str:
+    """Return a name of the case with these values."""
+    return json.dumps(values, sort_keys=True)
+
+
 def _walk(section: Section, prefix: str) -> Iterator[Reducible]:
     """Yield the reducible fields of a section, then those of its inner sections, small sections first.
 

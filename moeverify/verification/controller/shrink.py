@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moeverify.verification.controller.reductions import Reducible, Values
+from moeverify.verification.controller.reductions import Reducible, Values, name_values
 
 ListFields = Callable[[Values], Sequence[Reducible] | None]
 """Function that returns the reducible fields of the case with some values, or None if that case is invalid."""
@@ -54,7 +54,7 @@ class Shrinking:
                 self._failed.clear()
                 continue
             whole = self._merge(list(singles.values()))
-            is_new = _name(whole) != _name(self.values) and self.list_fields(whole) is not None
+            is_new = name_values(whole) != name_values(self.values) and self.list_fields(whole) is not None
             if is_new and self._try([whole])[0] and self.confirms(whole):
                 self.values = whole
                 continue
@@ -75,7 +75,7 @@ class Shrinking:
             kept = {path: single for path, single in found.items() if self.confirms(single)}
             for path in found.keys() - kept.keys():
                 self._failed[path].add(json.dumps(found[path][path]))
-                self._known[_name(found[path])] = False
+                self._known[name_values(found[path])] = False
             best = next(iter(kept.values()), self.values)
         self.values = dict(best)
 
@@ -94,7 +94,7 @@ class Shrinking:
         while left := self._list_left(reducible, failed):
             value = left[0] if not failed else left[(len(left) - 1) // 2]
             changed = self._complete(_set(self.values, reducible.path, value), reducible, value, fields)
-            if changed is not None and self._known.get(_name(changed)) is not False:
+            if changed is not None and self._known.get(name_values(changed)) is not False:
                 return changed
             failed.add(json.dumps(value))
         return None
@@ -143,11 +143,11 @@ class Shrinking:
 
     def _try(self, cases: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Return whether each case shows the failure; a case that was tried before does not run again."""
-        new = {_name(each): each for each in cases if _name(each) not in self._known}
+        new = {name_values(each): each for each in cases if name_values(each) not in self._known}
         if new:
             self.num_tried += len(new)
             self._known.update(zip(new, self.shows(list(new.values())), strict=True))
-        return [self._known[_name(each)] for each in cases]
+        return [self._known[name_values(each)] for each in cases]
 
 
 def _set(values: Values, path: str, value: Any) -> dict[str, Any]:
@@ -167,10 +167,6 @@ def _choose(other: Reducible, reducible: Reducible, value: Any) -> Any:
     return next(
         (each for each in other.smaller if each * reducible.value >= other.value * value), other.smaller[-1]
     )
-
-
-def _name(values: Values) -> str:
-    return json.dumps(values, sort_keys=True)
 
 
 def _halve_list(group: list[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:

@@ -6,7 +6,7 @@ Does not import torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,13 @@ from moeverify.verification.controller.finished import read_own_sources
 from moeverify.verification.controller.init_files import dump_yaml
 from moeverify.verification.controller.judgement import JudgementCache, judge
 from moeverify.verification.controller.options import RunOptions
-from moeverify.verification.controller.reductions import Reducible, Values, format_values, list_reducible
+from moeverify.verification.controller.reductions import (
+    Reducible,
+    Values,
+    format_values,
+    list_reducible,
+    name_values,
+)
 from moeverify.verification.controller.run import OnEvent, run_cases
 from moeverify.verification.controller.search_path import examine_functions, search_path
 
@@ -37,7 +43,8 @@ class SmallerCases:
     """The cases of one file with other values, and whether they show the finding of the case itself.
 
     `paths`, `overrides` and `pattern` select that case. `first` is its judgement. Only a case that the search goes
-    on with is explained, since the search for the first wrong operation takes longer than the case.
+    on with is explained, since the search for the first wrong operation takes longer than the case. `shown` has
+    the cases that show the finding, as soon as they end: a signal may end the search before it goes on with one.
     """
 
     case: Case
@@ -48,6 +55,7 @@ class SmallerCases:
     on_event: OnEvent
     cache: JudgementCache
     first: CommitJudgement | None = None
+    shown: dict[str, tuple[Values, CommitJudgement]] = field(default_factory=dict)
     _num_ended: int = 0
     _loaded: dict[str, Case | None] = field(default_factory=dict)
 
@@ -60,6 +68,11 @@ class SmallerCases:
             remedy = "name a case that has a mismatch, with the options under which it has one"
             problem = Problem(f"{self.case.name} {verdict}{reason}", self.case.file, remedy=remedy)
             raise CaseError([problem])
+        self._note({}, self.first)
+
+    def find_smallest(self) -> tuple[Values, CommitJudgement]:
+        """Return the case that shows the finding and has the fewest smaller values left, with its judgement."""
+        return min(self.shown.values(), key=lambda shown: self._count_left(shown[0]))
 
     def load(self, values: Values) -> Case | None:
         """Return the valid case with some values, or None."""
@@ -84,9 +97,17 @@ class SmallerCases:
         return [self._is_same(each) for each in self._judge(candidates, plain)]
 
     def confirms(self, values: Values) -> bool:
-        """Return whether the first wrong line of a case is that of the case itself, if one was found there."""
+        """Return whether the first wrong line of a case is that of the case itself, if that one is proved.
+
+        Other first lines change with the sizes: they are the first of the places where the mistake may be.
+        """
         assert self.first is not None
-        return not self.first.line or self._judge([values], self._explaining())[0].line == self.first.line
+        if not self.first.is_proved:
+            return True
+        is_same = self._judge([values], self._explaining())[0].line == self.first.line
+        if not is_same:
+            self.shown.pop(name_values(values), None)
+        return is_same
 
     def _explaining(self) -> RunOptions:
         return replace(self.options, explain_seconds=min(self.options.explain_seconds, _LINE_SECONDS))
@@ -96,15 +117,25 @@ class SmallerCases:
         is_mismatch = found.verdict == "mismatch" and found.check == self.first.check
         return is_mismatch and (not self.first.code or found.code == self.first.code)
 
+    def _count_left(self, values: Values) -> int:
+        return sum(len(each.smaller) for each in self.list_fields(values) or ())
+
+    def _note(self, values: Values, found: CommitJudgement) -> None:
+        """Keep a case that shows the finding."""
+        if self.first is not None and self._is_same(found):
+            self.shown[name_values(values)] = values, found
+
     def _judge(self, candidates: Sequence[Values], options: RunOptions) -> list[CommitJudgement]:
         """Return the judgement of each case; one launch runs all that are not known."""
         cases = [self._name(position, values) for position, values in enumerate(candidates)]
         keys = {case.name: self._make_key(case, options) for case in cases}
         known = {name: found for name, key in keys.items() if (found := self.cache.read(key)) is not None}
+        values_of = dict(zip(keys, candidates, strict=True))
+        for name, found in known.items():
+            self._note(values_of[name], found)
         left = [case for case in cases if case.name not in known]
         if left:
-            labels = {case.name: _label(values) for case, values in zip(cases, candidates, strict=True)}
-            result = run_cases(left, options, lambda event: self._show(event, labels))
+            result = run_cases(left, options, lambda event: self._show(event, values_of))
             if result is None:
                 raise MachineError("`moeverify shrink` starts its own ranks; run it without torchrun or srun")
             fresh = {each.name: judge(each) for each in result.cases}
@@ -126,14 +157,17 @@ class SmallerCases:
         settings = [options.fault, options.backend, options.device, options.explain_seconds]
         return self.cache.make_key(["shrink", content, settings, digest.hexdigest()])
 
-    def _show(self, event: Event, labels: dict[str, str]) -> None:
+    def _show(self, event: Event, values_of: Mapping[str, Values]) -> None:
         """Pass an event on, with the changed fields as the name of the case."""
-        label = labels.get(event.case, event.case)
+        values = values_of.get(event.case)
+        label = event.case if values is None else _label(values)
         self._num_ended += event.kind == "case-end"
         # A round has a known number of cases, the search has none.
         changes: dict[str, Any] = {"case": label, "recipes": (), "num_done": self._num_ended, "num_total": 0}
         if event.result is not None:
             found = judge(event.result)
+            if values is not None:
+                self._note(values, found)
             reason = found.summary
             if self.first is not None and not self._is_same(found) and found.verdict == "mismatch":
                 reason += ", another finding"

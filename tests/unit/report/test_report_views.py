@@ -13,16 +13,18 @@ from rich.console import Console
 
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.report import progress as progress_module
-from moeverify.report.case_list import CaseLine, render_catalog
+from moeverify.report.case_list import render_catalog
 from moeverify.report.console import LOG_WIDTH, open_console
 from moeverify.report.goldens import is_stale, render_goldens
-from moeverify.report.mesh import MeshPicture, RankPlace, render
+from moeverify.report.mesh import render
 from moeverify.report.numbers import excess, format_number, format_range, format_seconds
 from moeverify.report.probes import render_probes
 from moeverify.report.problems import render_error
 from moeverify.report.progress import LineProgress, LiveProgress, Progress, open_progress, show_work
 from moeverify.report.sanitize import clean, elide
 from moeverify.results.golden import GoldenRow, GoldenState
+from moeverify.results.listed import CheckedCase
+from moeverify.results.mesh import MeshPicture, RankPlace
 from moeverify.results.probe import ProbeRow
 from moeverify.results.run import Event
 
@@ -362,7 +364,7 @@ def test_groups_of_a_mesh_by_node(print_at: Any, per_node: int, links: tuple[str
         name="nodes",
         axes={"dp_shard": 2, "cp": 2},
         borrowed={"ep": 4},
-        ranks=tuple(RankPlace(rank, {}) for rank in range(4)),
+        ranks=tuple(RankPlace(rank=rank, coordinates={}) for rank in range(4)),
         groups={"dp_shard": ((0, 2), (1, 3)), "cp": ((0, 1), (2, 3)), "ep": ((0, 1, 2, 3),)},
         per_node=per_node,
     )
@@ -372,7 +374,7 @@ def test_groups_of_a_mesh_by_node(print_at: Any, per_node: int, links: tuple[str
 
 
 def test_mesh_of_one_device(print_at: Any) -> None:
-    picture = MeshPicture(name="one", axes={}, ranks=(RankPlace(0, {}),), groups={})
+    picture = MeshPicture(name="one", axes={}, ranks=(RankPlace(rank=0, coordinates={}),), groups={})
     text = print_at(lambda console: render(picture, console), terminal=False)
     assert "1 rank: one device" in text
     assert "groups" not in text
@@ -429,7 +431,10 @@ def test_goldens(print_at: Any) -> None:
 
 
 def test_catalog(print_at: Any) -> None:
-    lines = [CaseLine("ddp-2", 2, "ddp 2", "stress"), CaseLine("tp-4", 4, "tp 4", "stress")]
+    lines = [
+        CheckedCase(name="ddp-2", file="", ranks=2, layout="ddp 2", recipe="stress"),
+        CheckedCase(name="tp-4", file="", ranks=4, layout="tp 4", recipe="stress"),
+    ]
     text = print_at(lambda console: render_catalog(lines, console), terminal=False)
     assert re.search(r"^ddp-2 +2 +ddp 2 +stress$", text, re.MULTILINE)
     assert text.splitlines()[-1] == "2 cases, 1 recipe, at most 4 ranks"
