@@ -167,7 +167,7 @@ class Definitions:
         return {each.site: each.difference for each in found if each.difference is not None}
 
     def list_called(self, file: str, line: int, *, is_direct: bool = False) -> set[tuple[str, int]]:
-        """Return (file, first line of the body) of functions that a statement or, unless `is_direct`, its values call."""
+        """Return (file, first line of the body) of functions that a statement calls, or also its values call."""
         uses = self._list_uses(file, line)
         sites = () if is_direct else (each.site for each in self._walk(uses, False, _ALL, None))
         waiting = [each.node for each in uses] + [self._files[site.file].find(site) for site in sites]
