@@ -71,7 +71,9 @@ class Divergences:
             return make_origin("extra", sites)
         # One device runs it for another caller: the call is of ranks alone, or is in code that it does not execute.
         own = next((at for at, site in enumerate(sites) if self._lines.is_parallel(site)), 0)
-        return make_origin("extra" if self._lines.is_branch(sites[own]) else "entered", sites[own:])
+        return make_origin(
+            "extra" if self._lines.is_branch((sites[own].file, sites[own].line)) else "entered", sites[own:]
+        )
 
     def _leave_out_right(self, op: At, sites: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return the calls of an operation, without its own line if that is right for another caller in the step."""

@@ -43,9 +43,14 @@ class ExecutedCode:
 
         First come lines that define other values than on one device, then lines that one side alone executes.
         """
+        shared = {find_function(*line) for line in self._one.list_lines()}
         for call in calls:
             for site, difference in self._definitions.find_differences(*call).items():
-                yield make_origin("definition", [site], difference)
+                # A function that ranks alone execute sets up a mesh or groups.
+                if difference.there is not None or find_function(site.file, site.line) in shared:
+                    yield make_origin("definition", [site], difference).model_copy(
+                        update={"is_branch": difference.there is None}
+                    )
         is_near = self._find_near(calls)
         found: dict[Site, OriginKind] = dict.fromkeys(self._list_left_out(is_near), "skipped")
         for line in (line for mine in self._many for line in self._list_alone(mine, self._one, is_near)):

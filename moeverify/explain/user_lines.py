@@ -99,9 +99,13 @@ class UserLines:
         """Return the (file, line) of a line, whose file is shortened."""
         return self._files.get(line.file, line.file), line.line
 
-    def is_branch(self, site: Site) -> bool:
+    def is_branch(self, line: tuple[str, int]) -> bool:
         """Return whether ranks alone execute a line, in a function that one device executes, too."""
-        return self.is_parallel(site) and find_function(site.file, site.line) in self.functions_of_one
+        return line in self._of_ranks and find_function(*line) in self.functions_of_one
+
+    def mark(self, origin: Origin) -> Origin:
+        """Return an origin that says whether its line is in a branch of ranks alone."""
+        return origin.model_copy(update={"is_branch": self.is_branch(self.place_of(origin.line))})
 
     def define(
         self,

@@ -160,11 +160,17 @@ OriginKind = Literal[
 """
 
 
+_OF_ONE_SIDE = ("branch", "sole", "skipped")
+_OF_BRANCHES = ("definition", "cut", "moved", "extra", "factor", "made", "draw", "value")
+"""Kinds of lines that are wrong by themselves if they are in a branch."""
+
+
 class Origin(Record):
     """A line of user code from which a wrong result may come, and the line that calls its function.
 
     `here` is the Python value that the line defines on a rank, if it differs from the one `there`, on one device. One
     device does not run the line if it has no value. `outer` are further calls around `caller`, of a collective.
+    With `is_branch`, ranks alone execute the line, in a function that one device executes, too.
     """
 
     kind: OriginKind
@@ -173,26 +179,36 @@ class Origin(Record):
     outer: tuple[CodeLine, ...] = ()
     here: str | None = None
     there: str | None = None
+    is_branch: bool = False
 
     @property
     def is_of_ranks(self) -> bool:
         """Return whether one device does not execute the line, or no rank executes the lines under it."""
         is_defined = self.kind == "definition" and bool(self.here) and self.there is None
-        return is_defined or self.kind in ("branch", "sole", "extra", "skipped")
+        return is_defined or self.kind in (*_OF_ONE_SIDE, "extra") or self._is_of_branch
+
+    @property
+    def may_lead(self) -> bool:
+        """Return whether the line is a branch of one side, in a function that both sides execute."""
+        return self.kind in _OF_ONE_SIDE or self._is_of_branch
+
+    @property
+    def _is_of_branch(self) -> bool:
+        return self.is_branch and self.kind in _OF_BRANCHES
 
 
 def find_line_of_ranks(origins: Sequence[Origin]) -> Origin | None:
     """Return the first origin, if it alone is a line that one device does not execute."""
     alone = [each for each in origins if each.is_of_ranks]
-    # Where ranks execute other lines, they often leave out some too.
-    alone = [each for each in alone if each.kind != "skipped"] or alone
     return alone[0] if len(alone) == 1 and alone[0] is origins[0] else None
 
 
 def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
-    """Return the first origin, if it alone is a branch of one side or a definition of ranks alone."""
-    alone = find_line_of_ranks(origins)
-    return alone if alone is not None and alone.kind in ("branch", "sole", "definition", "skipped") else None
+    """Return the first origin, if it alone is of one side, and in a function that both sides execute."""
+    alone = [each for each in origins if each.may_lead or each.kind == "extra"]
+    # Where ranks execute other lines, they often leave out some too.
+    alone = [each for each in alone if each.kind != "skipped"] or alone
+    return alone[0] if len(alone) == 1 and alone[0] is origins[0] and alone[0].may_lead else None
 
 
 class SumPart(Record):

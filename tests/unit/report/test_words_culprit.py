@@ -396,12 +396,13 @@ def test_the_lines_around_are_shown_with_those_of_one_device_without_their_commo
     assert list_source(called) == [*own, "caller: mine/model.py:30 > for ffn in self.ffns:"]
 
 
-def own(kind: OriginKind, **fields: str) -> Origin:
+def own(kind: OriginKind, **fields: Any) -> Origin:
     return Origin(kind=kind, line=OTHER.line, **fields)
 
 
 SHARED = THERE.model_copy(update={"line": HERE.line})
 OF_RANKS = own("definition", here="8")
+IN_BRANCH = own("definition", here="8", is_branch=True)
 PASSED_ON = own("definition", here="8", there="4")
 
 
@@ -454,8 +455,14 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
         ((own("value"), own("branch")), {}, False),
         ((own("extra"),), {}, False),  # a layout may need the operator
         ((own("branch"),), {"taken": WEIGHT}, True),
-        ((OF_RANKS, PASSED_ON), {}, True),
+        ((IN_BRANCH, PASSED_ON), {}, True),
+        ((OF_RANKS, PASSED_ON), {}, False),  # ranks alone execute its whole function
         ((PASSED_ON,), {}, False),
+        ((own("cut", is_branch=True),), {}, True),
+        ((own("collective", is_branch=True),), {}, False),
+        ((own("branch"), OF_RANKS), {}, True),
+        ((own("branch"), own("skipped")), {}, True),
+        ((own("skipped"), own("skipped")), {}, False),
     ],
 )
 def test_the_only_line_of_ranks_before_a_place_comes_first_and_claims_no_cause(
