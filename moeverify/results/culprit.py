@@ -311,8 +311,11 @@ class Culprit(Record):
 
     @property
     def _is_made_elsewhere(self) -> bool:
-        """Whether one device executes the line too, or no value of one device equals the wrong operand."""
-        return self.is_line_shared or (self.mechanism == "operand" and self.taken is None)
+        """Whether one device executes the line too, or the wrong operand has no counterpart in the same operator."""
+        if self.mechanism != "operand":
+            return self.is_line_shared
+        is_same = self.there is None or self.there.operator.rstrip("_") == self.here.operator.rstrip("_")
+        return self.is_line_shared or self.taken is None or not is_same
 
     @property
     def names_cause(self) -> bool:

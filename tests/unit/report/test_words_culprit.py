@@ -45,6 +45,7 @@ THERE = Operation(
         file="one/ffn.py", line=7, function="forward", expression="x + b", lines=((7, "    y = x + b"),)
     ),
 )
+SAME_OPERATOR = THERE.model_copy(update={"operator": "mul_"})
 OTHER = Operation(operator="mm", line=CodeLine(file="mine/ffn.py", line=9, expression="a @ w"))
 WEIGHT = SourceValue(label="head.weight")
 MADE = SourceValue(operation=THERE, step=2)
@@ -217,7 +218,8 @@ def test_an_operand_without_a_counterpart_was_made_wrongly_before() -> None:
         culprit
     )
     assert not culprit.names_cause
-    assert make("operand", taken=WEIGHT, right=MADE, there=THERE).names_cause
+    assert make("operand", taken=WEIGHT, right=MADE, there=SAME_OPERATOR).names_cause
+    assert not make("operand", taken=WEIGHT, right=MADE, there=THERE).names_cause  # of another operator
 
 
 @pytest.mark.parametrize(
@@ -429,7 +431,7 @@ def test_the_only_line_that_one_device_does_not_execute_is_the_cause(
     assert culprit.names_cause is is_named
     headline = "first wrong line: `a @ w`, mine/ffn.py:9; one device does not execute it"
     assert list_culprit(culprit)[0][1].startswith(headline) is is_named
-    assert not make(mechanism, there=THERE, taken=WEIGHT, right=MADE, origins=origins).own_line
+    assert not make(mechanism, there=SAME_OPERATOR, taken=WEIGHT, right=MADE, origins=origins).own_line
     assert not make(mechanism, there=SHARED, taken=WEIGHT, origins=origins, proved=False).names_cause
 
 
