@@ -45,8 +45,6 @@ _MOST_REPLACED = 32
 """Maximum number of operators that compute a value which a repair replaces."""
 _MOST_FOLLOWED = 400
 """Maximum number of operators that are followed upstream."""
-
-
 _NEAREST = 3
 """Number of calls around an operation, the innermost first, whose lines may be wrong by themselves."""
 
