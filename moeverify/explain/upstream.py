@@ -151,9 +151,10 @@ class Upstream:
         first = {(origin.line.file, origin.line.line): origin for origin in branches}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
-            # Definitions of both sides near a line that is shown are seen beside it.
+            # Definitions of both sides near a line that is shown are left out, except those of a wrong group.
             is_seen = (
-                origin.kind == "definition"
+                most == _MOST
+                and origin.kind == "definition"
                 and not origin.is_of_ranks
                 and any(place[0] == file and abs(place[1] - line) <= _NEAR for file, line in (*found, *first))
             )
