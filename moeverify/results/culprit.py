@@ -206,8 +206,8 @@ def find_line_of_ranks(origins: Sequence[Origin]) -> Origin | None:
 def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
     """Return the first origin, if it alone is of one side, and in a function that both sides execute."""
     alone = [each for each in origins if each.may_lead or each.kind == "extra"]
-    # Where ranks execute other lines, they often leave out some too.
-    alone = [each for each in alone if each.kind != "skipped"] or alone
+    for often in ("moved", "skipped"):  # right layouts move elements; other lines often replace some
+        alone = [each for each in alone if each.kind != often] or alone
     return alone[0] if len(alone) == 1 and alone[0] is origins[0] and alone[0].may_lead else None
 
 

@@ -465,6 +465,8 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
         ((own("branch"), OF_RANKS), {}, True),
         ((own("branch"), own("skipped")), {}, True),
         ((own("skipped"), own("skipped")), {}, False),
+        ((own("branch"), own("moved", is_branch=True)), {}, True),
+        ((own("moved", is_branch=True), PASSED_ON), {}, True),
     ],
 )
 def test_the_only_line_of_ranks_before_a_place_comes_first_and_claims_no_cause(
