@@ -20,8 +20,8 @@ _STATUS: dict[int, Status] = {0: "pass", 1: "mismatch", 2: "bad-input", 3: "erro
 class Reply:
     """The file of `--json` of a command, if any.
 
-    A command sets `facts` and `next`, as (command, purpose), which become an `CommandAnswer`. A command with a
-    `document` of its own has it written instead, and an `CommandAnswer` if it ended before.
+    A command sets `facts` and `next`, as (command, purpose), which become a `CommandAnswer`. A command with a
+    `document` of its own has it written instead, and a `CommandAnswer` if it ended before.
     """
 
     command: str
