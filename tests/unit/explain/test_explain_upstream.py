@@ -50,6 +50,24 @@ def test_the_first_integers_that_differ_are_named() -> None:
     assert ("extra", "start.flip(0)") in list_origins(culprit)
 
 
+def test_a_line_that_one_device_runs_for_another_caller_is_named_by_its_call() -> None:
+    """The function is right; ranks alone call it a second time."""
+
+    def double(places: Tensor) -> Tensor:
+        return places * 2
+
+    def run(x: Tensor, first: int) -> Tensor:
+        begin = double(torch.arange(8))
+        if first:
+            begin = double(begin)
+        warmth = torch.log1p((begin + 1).double() / 3)
+        return torch.tanh(x * warmth[:, None])
+
+    culprit, *_ = explain_call(run, 4, 0)
+    assert ("extra", "double(begin)") in list_origins(culprit)
+    assert ("extra", "places * 2") not in list_origins(culprit)
+
+
 def test_a_tensor_that_is_detached_cuts_its_gradient() -> None:
     def run(x: Tensor, cuts: int) -> Tensor:
         leaf = x.clone().requires_grad_()
