@@ -199,9 +199,7 @@ class UserLines:
     def left_out(self) -> list[LeftOut]:
         """The arms of conditions and loops that one device executes, and no rank."""
         followed = self.of_one - set().union(*(program.list_skipped() for program in self._joint.programs))
-        return list(
-            list_left_out(followed, set().union(*(each.list_lines() for each in self._joint.programs)))
-        )
+        return list(list_left_out(followed, self._of_any_rank))
 
     @cached_property
     def _ops_of_one(self) -> set[tuple[str, int, str]]:
@@ -209,7 +207,7 @@ class UserLines:
 
     @cached_property
     def _functions_of_ranks(self) -> set[tuple[str, int]]:
-        return {find_function(*line) for program in self._joint.programs for line in program.list_lines()}
+        return {find_function(*line) for line in self._of_any_rank}
 
     @cached_property
     def functions_of_one(self) -> set[tuple[str, int]]:
@@ -217,8 +215,12 @@ class UserLines:
         return {found for line in self.of_one if (found := find_function(*line))[1] > 0}
 
     @cached_property
+    def _of_any_rank(self) -> set[tuple[str, int]]:
+        return set().union(*(program.list_lines() for program in self._joint.programs))
+
+    @cached_property
     def _of_ranks(self) -> set[tuple[str, int]]:
-        return set().union(*(program.list_lines() for program in self._joint.programs)) - self.of_one
+        return self._of_any_rank - self.of_one
 
     @cached_property
     def _definitions(self) -> Definitions:

@@ -293,7 +293,7 @@ class Culprit(Record):
         wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute.
         """
         is_of_value = self.mechanism in _OF_VALUES and (self.there is None or self._is_made_elsewhere)
-        alone = self._of_ranks
+        alone = find_line_of_ranks(self.origins)
         if not (self.proved and is_of_value) or alone is None:
             return None
         if self.mechanism in _OF_NUMBERS:
@@ -304,10 +304,6 @@ class Culprit(Record):
     def lone_line(self) -> Origin | None:
         """`own_line`, or the only line before the first wrong result that one device does not execute."""
         return self.own_line or find_lone_line(self.origins)
-
-    @property
-    def _of_ranks(self) -> Origin | None:
-        return find_line_of_ranks(self.origins)
 
     @property
     def _is_made_elsewhere(self) -> bool:
