@@ -97,7 +97,8 @@ class Plant:
     """One planted bug, or a clean case, which has no truth.
 
     `way` is `run`, `reshard` or `watch`. `case` has the fields of a case file, or for `watch` those of
-    `Watch` in the file. `held` plants are not used for developing the diagnosis.
+    `Watch` in the file. `held` plants are not used for developing the diagnosis. `package` has an own copy of
+    the stack, see `fold.py`.
     """
 
     id: str
@@ -111,6 +112,7 @@ class Plant:
     held: bool = False
     truth: Truth | None = None
     recipes: tuple[Path, ...] = field(default=(), compare=False)
+    package: Path | None = field(default=None, compare=False)
 
     @property
     def is_clean(self) -> bool:

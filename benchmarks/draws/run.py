@@ -35,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fold import fold
 from loader import BUILTIN, HERE, PLANTS, ROOT, STACKS, Plant, choose, load_plants
 from ruamel.yaml import YAML
 from tabulate import tabulate
@@ -110,7 +111,7 @@ class Runner:
         folder = self.out / "cases" / stack
         files = [str(write_case(plant, folder)) for plant in job.plants]
         command = [sys.executable, "-m", "moeverify", way, *files]
-        command += ["--json", str(self._work(job, "json")), "--goldens", str(self.out / "goldens")]
+        command += ["--json", str(self._work(job, "json")), "--goldens", str(self._goldens(job.plants[0]))]
         command += ["--cache", str(self.out / "cache"), "--timeout", f"{self.timeout:g}"]
         command += ["--no-require-goldens", "--no-github"]
         if way == "run":
@@ -143,6 +144,9 @@ class Runner:
             ([*compare, "--json", str(self._work(job, "json"))], {}),
         ]
 
+    def _goldens(self, plant: Plant) -> Path:
+        return (plant.package or self.out) / "goldens"
+
     def _work(self, job: Job, kind: str) -> Path:
         folder = self.out / "work"
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +156,8 @@ class Runner:
         """Run a command and return its output. At its limit, stop it by SIGINT and then by SIGKILL."""
         log = self._work(job, "log")
         folders = [folder.parents[1] for plant in job.plants for folder in plant.recipes]
-        path = dict.fromkeys(map(str, [ROOT, STACKS, PLANTS, *folders]))
+        packages = [plant.package for plant in job.plants if plant.package]
+        path = dict.fromkeys(map(str, [*packages, ROOT, STACKS, PLANTS, *folders]))
         full = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **{k: str(v) for k, v in env.items()}}
         full["PYTHONPATH"] = os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])])
         full.pop("CI", None)
@@ -305,7 +310,7 @@ def shorten(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_jobs(plants: Sequence[Plant], precision: str, *, workers: int, most: int) -> list[Job]:
     """Return commands for plants, the longest first: cases of one stack share a command if possible."""
-    alone = [plant for plant in plants if plant.way != "run" or plant.fault]
+    alone = [plant for plant in plants if plant.way != "run" or plant.fault or plant.package]
     jobs = [Job(f"{plant.id}--{precision}", (plant,), precision) for plant in alone]
     groups: dict[tuple[str, int], list[Plant]] = {}
     for plant in plants:
@@ -412,6 +417,7 @@ def main() -> int:
     parser.add_argument("--total", type=float, default=1e6, help="seconds that all may take")
     parser.add_argument("--together", type=int, default=12, help="most cases in one command")
     parser.add_argument("--no-escalate", dest="escalate", action="store_false")
+    parser.add_argument("--folded", action="store_true", help="run plants without their switches (fold.py)")
     parser.add_argument("--list", action="store_true", help="only list the plants")
     options = parser.parse_args()
     plants = choose(load_plants(options.stack), options.only, clean=options.clean, group=options.group or "")
@@ -421,6 +427,9 @@ def main() -> int:
     else:
         plants = [plant for plant in plants if options.precision in plant.precisions]
     plants = [seeded for plant in plants for seeded in vary_seed(plant, options.seeds)]
+    if options.folded:
+        folder = options.out.resolve() / "folded"
+        plants = [folded for plant in plants if (folded := fold(plant, folder))]
     if options.list:
         rows = [[plant.id, plant.stack, "held" if plant.held else "", plant.source] for plant in plants]
         print(tabulate(rows, ["plant", "stack", "", "source"], disable_numparse=True))

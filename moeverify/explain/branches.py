@@ -255,27 +255,27 @@ class Branches:
             for block in blocks
             if step < 0
             or not (
-                any((target.mark[0], line) in proven for line in block)
-                or self._only_communicates(first, block)
+                any((target.mark[0], line) in proven for line in block) or self._makes_right(first, block)
             )
         ]
 
-    def _only_communicates(self, first: At, block: _Block) -> bool:
-        """Return whether a block runs a collective, and makes no wrong result itself.
+    def _makes_right(self, first: At, block: _Block) -> bool:
+        """Return whether a block runs a collective, and all of its results in the step before `first` are right."""
+        ops = [op for op in self._list_ops(first[0], {self._joint.op(first).step}, block) if op <= first]
+        made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
+        is_met = any(self._joint.op(op).meeting is not None for op in ops)
+        return is_met and bool(made) and all(map(self._alignment.is_right, made))
 
-        All of its results before an operation are right, or it only passes on elements. One device runs no
-        collectives: lines that call one, or allocate its buffer, are of ranks alone in a right program, too.
-        """
-        rank, step = first[0], self._joint.op(first).step
-        numbers = (each for line in block for each in self._ops_of[rank].get((step, line), ()))
-        ops = [(rank, number) for number in numbers]
-        before = [op for op in ops if op <= first]
-        made = [at for op in before for at in self._joint.results(op) if self._alignment.tells(at)]
-        is_met = any(self._joint.op(op).meeting is not None for op in before)
-        if is_met and made and all(map(self._alignment.is_right, made)):
-            return True
+    def _only_communicates(self, rank: int, steps: Collection[int], block: _Block) -> bool:
+        """Return whether a block runs collectives, or allocates their buffers, and else only passes on elements."""
+        ops = self._list_ops(rank, steps, block)
         is_needed = any(self._joint.op(op).meeting is not None or is_blank(self._joint.op(op)) for op in ops)
         return is_needed and all(map(self._passes, ops))
+
+    def _list_ops(self, rank: int, steps: Collection[int], block: _Block) -> list[At]:
+        """Return the operators that the lines of a block call in some steps."""
+        ops = self._ops_of[rank]
+        return [(rank, number) for line in block for step in steps for number in ops.get((step, line), ())]
 
     def _passes(self, op: At) -> bool:
         """Return whether an operator is a collective, moves elements or allocates memory."""
@@ -323,20 +323,36 @@ class Branches:
         sites = (*recorded.sites, *forward)
         return [(site.file, site.line) for site in sites if is_of_user(site.file)]
 
+    def mark(self, origin: Origin) -> Origin:
+        """Return an origin that says whether its line is in a branch of ranks alone."""
+        is_branch = self._lines.place_of(origin.line) in self._lines_of_blocks
+        return origin.model_copy(update={"is_branch": is_branch})
+
+    @cached_property
+    def _lines_of_blocks(self) -> set[Line]:
+        programs = enumerate(self._joint.programs)
+        blocks = [block for rank, program in programs for block in self._list_blocks(rank, program.lines)]
+        return set(itertools.chain.from_iterable(blocks))
+
     def _list_blocks(self, rank: int, steps: Collection[int]) -> list[_Block]:
-        """Return the blocks of lines of some steps that a rank executes, and one device does not."""
+        """Return the blocks of lines of some steps that a rank executes, and one device does not.
+
+        Left out are those that only communicate and those of functions that return groups. One device does not run
+        them in a right program, either.
+        """
         lines = self._joint.programs[rank].lines
+        known = self._lines.functions_of_one - self._lines.functions_of_groups
         found: list[_Block] = []
         last: _Function | None = None
         for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
             function = find_function(*line)
-            is_new = line not in self._lines.of_one and function in self._lines.functions_of_one
+            is_new = line not in self._lines.of_one and function in known
             if is_new and last == function:
                 found[-1] += (line,)
             elif is_new:
                 found.append((line,))
             last = function if is_new else None
-        return found
+        return [block for block in found if not self._only_communicates(rank, steps, block)]
 
     @cached_property
     def _ops_of(self) -> list[dict[tuple[int, Line], list[int]]]:

@@ -65,6 +65,18 @@ def skip_moves(joint: Joint, at: At) -> At:
     return at
 
 
+def skip_sums(joint: Joint, at: At) -> At:
+    """Follow moves and collectives back to the value that the rank itself computed."""
+    for _ in range(_LONGEST):
+        op = joint.op(joint.maker(at))
+        is_passed = op.meeting is not None or is_move(op) or joint.value(at).alias >= 0
+        sources = joint.own_reads(joint.maker(at))
+        if not is_passed or len(sources) != 1:
+            break
+        at = sources[0]
+    return at
+
+
 def _list_partial(alignment: Alignment, values: Iterable[At]) -> list[At]:
     """Return the values that are parts of sums over ranks."""
     known = [(at, alignment.find(at)) for at in values]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -27,3 +28,10 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     size = float(two.norm())
     error = float((one - two).norm())
     return error / size if size else math.inf
+
+
+def is_rounding(made: Tensor, taken: Iterable[Tensor | None]) -> bool:
+    """Return whether a tensor has other numbers than the ones of a wider dtype from which it was cast."""
+    floating = (each for each in taken if each is not None and each.is_floating_point())
+    wider = (each for each in floating if each.itemsize > made.itemsize)
+    return any(not torch.equal(each, made.to(each.dtype)) for each in wider)

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from moeverify.explain.compare import is_rounding
 from moeverify.explain.operators import NotExecutable, is_blank, run
 from moeverify.explain.program import READ, Op, Program
 
@@ -205,7 +206,9 @@ class Elements:
         op = self._one.ops[value.op]
         if is_blank(op):
             return None  # uninitialized memory holds arbitrary numbers
-        if value.alias >= 0 or is_move(op):
+        taken = [self._one.values[each].data for each in op.reads()]
+        is_rounded = op.step < 0 and is_rounding(value.data, taken)
+        if (value.alias >= 0 or is_move(op)) and not is_rounded:
             made = move(op, self._operand)
             place = op.results.index(number) if number in op.results else 0
             if made is not None and place < len(made) and made[place].shape == value.data.shape:

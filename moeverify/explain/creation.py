@@ -17,7 +17,8 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.content import TOLERANCE, is_move, move
 from moeverify.explain.counterparts import OneDevice, Pair, find_pair, pair_tensors
-from moeverify.explain.edits import Edit, find_operands
+from moeverify.explain.edit import Edit
+from moeverify.explain.edits import find_operands
 from moeverify.explain.indexing import find_chosen, list_columns, list_indices, list_rows_of, number_sources
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import NotExecutable, find

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves
+from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves, skip_sums
 from moeverify.explain.counterparts import find_pair
 from moeverify.explain.describe import (
     describe_at,
@@ -21,7 +21,7 @@ from moeverify.explain.describe import (
     list_differences,
     name_of,
 )
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.origins import Origins
@@ -391,7 +391,8 @@ class Culprits:
         if found["taken"] is not None and zeros > _LEAST_SHARE:
             found["taken"] = found["taken"].model_copy(update={"zeros": zeros})
         made = zeroed if zeros > _LEAST_SHARE else None
-        maker = made or self._joint.maker(skip_moves(self._joint, taken))
+        skip = skip_sums if found["taken"] is None else skip_moves
+        maker = made or self._joint.maker(skip(self._joint, taken))
         if self._joint.op(maker).short not in HIDDEN:
             found["made"] = self._operation(maker)
         return found | self._origins.list_moves(taken, theirs)

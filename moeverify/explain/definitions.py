@@ -21,6 +21,7 @@ from moeverify.explain.syntax import (
     RETURNED,
     Function,
     SourceFile,
+    asks_layout,
     find_argument,
     first_line,
     function_line,
@@ -302,9 +303,9 @@ class Definitions:
                     if user is not None and (same := seen.get(key)) is not None:
                         same.users.append(user)
                     continue
-                passes = isinstance(each.value, _NAMES)
-                users = [] if user is None else [user]
-                made = DefiningLine(_site(each.scope, each.value), self._compare(each, values), passes, users)
+                passes, asked = isinstance(each.value, _NAMES), asks_layout(each.value)
+                users, site = [] if user is None else [user], _site(each.scope, each.value)
+                made = DefiningLine(site, self._compare(each, values), passes, asked, users)
                 seen[key] = made if made.difference is not None else None
                 is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
                 is_shown = each.is_shown and (has_objects or not self._is_object(each))

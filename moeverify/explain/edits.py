@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,77 +15,18 @@ from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice, Pair, Place, find_pair, pair_tensors
 from moeverify.explain.cuts import Cut, list_batch_cuts, list_cuts, take
+from moeverify.explain.edit import Edit, Kind
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.operators import execute_all
+from moeverify.explain.part_edits import list_part_edits
 from moeverify.explain.program import OVERWRITING, SETUP, Op, Ref, list_refs
-
-Kind = Literal[
-    "number",
-    "operator",
-    "operand",
-    "total",
-    "share",
-    "whole",
-    "removed",
-    "inserted",
-    "returned",
-    "scale",
-    "group",
-    "unreduced",
-    "dtype",
-    "value",
-    "created",
-]
-"""The kinds of edits.
-
-An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
-value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
-result, divides an operand by its factor, gives a collective another group, reduces over ranks, widens a dtype, or
-replaces elements of an operand where they are created.
-"""
-
-
-Key = tuple[Hashable, ...]
-"""Identity of an edit."""
-
-Keys = frozenset[Key]
-"""Edits that were made together."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """A change of the operators `ops` of all ranks at one place of the program.
-
-    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced argument.
-    `numbers` has pairs of numbers of the first operator: (before, after). `path` passes created elements on.
-    """
-
-    kind: Kind
-    ops: tuple[At, ...]
-    changes: Changes
-    others: Mapping[At, Op] = field(default_factory=dict)
-    place: Place = ()
-    numbers: tuple[tuple[str, str], ...] = ()
-    path: tuple[At, ...] = ()
-
-    @property
-    def other(self) -> Op | None:
-        """The single-device counterpart of the first operator, or None."""
-        return self.others.get(self.ops[0])
-
-    @property
-    def key(self) -> Key:
-        """Identity of the edit among those of one search, also if it was computed again in another state."""
-        others = tuple(op.number for _, op in sorted(self.others.items()))
-        return self.kind, self.ops, self.place, others, self.numbers, tuple(sorted(self.changes.values))
 
 
 def list_edits(
     alignment: Alignment, one: OneDevice, counterparts: Counterparts, ops: Sequence[At]
 ) -> Iterator[Edit]:
     """Yield edits that make the operators at one place of the program compute as on the single device."""
-    yield from _list_totals(alignment, one, ops)
-    yield from _list_shares(alignment, ops)
+    yield from list_part_edits(alignment, one, ops)
     found = {at: counterparts.find(at) for at in ops}
     for other in found[ops[0]]:
         pairs = [(at, best) for at in ops if (best := _choose_like(one, found[at], other)) is not None]
@@ -315,39 +256,6 @@ def _pick_rows(
         return None
     found = data.reshape(num_rows, -1)[rows]
     return found.reshape(wanted) if found.numel() == int(torch.Size(wanted).numel()) else None
-
-
-def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that replace an operand, a part of a sum over ranks or micro-batches, by the total."""
-    joint = alignment.joint
-    for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
-        changes = Changes()
-        for at in ops:
-            for number in list(joint.op(at).reads())[place : place + 1]:
-                known = alignment.find((at[0], number))
-                if known is not None and known.over and known.ids is not None and bool(known.ids.any()):
-                    changes.values[at[0], number] = one.elements.pick(known.ids) * known.scale
-        if changes.values:
-            yield Edit("total", tuple(ops), changes, {}, (place,))
-
-
-def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that divide an operand by the number of ranks if it meets a part of a sum on each rank."""
-    joint = alignment.joint
-    for place in range(max((len(list(joint.op(at).reads())) for at in ops), default=0)):
-        changes = Changes()
-        for at in ops:
-            numbers = list(joint.op(at).reads())
-            known = {number: alignment.find((at[0], number)) for number in numbers}
-            parts = [each.over for each in known.values() if each is not None and each.over]
-            mine = numbers[place] if place < len(numbers) else -1
-            data = alignment.data((at[0], mine)) if mine >= 0 else None
-            if parts and data is not None and alignment.tells((at[0], mine)):
-                here = known[mine]
-                if here is None or not here.over:
-                    changes.values[at[0], mine] = data / len({rank for rank, _ in parts[0]})
-        if changes.values:
-            yield Edit("share", tuple(ops), changes, {}, (place,))
 
 
 def list_chain_numbers(alignment: Alignment, one: OneDevice, op: At) -> Iterator[Edit]:

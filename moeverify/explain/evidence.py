@@ -13,6 +13,7 @@ from moeverify.explain.python_values import Difference
 class DefiningLine:
     """A line that defines a value, for lines of the `users`. With `passes`, it only passes a name or attribute on.
 
+    With `asks_layout`, it asks a mesh or group for a size or rank, which differs in a right layout, too.
     `has_known` says that an operand equals one device's, `is_evidence` that the value differs although it need not,
     unlike sizes of tensors and meshes, and `is_passed` that such an operand explains it.
     """
@@ -20,6 +21,7 @@ class DefiningLine:
     site: Site
     difference: Difference | None
     passes: bool = False
+    asks_layout: bool = False
     users: list[DefiningLine] = field(default_factory=list)
     has_known: bool = False
     is_evidence: bool = False
@@ -33,7 +35,7 @@ class DefiningLine:
     @property
     def is_made(self) -> bool:
         """Return whether the line makes a wrong value, of known operands or none."""
-        if self.difference is None:
+        if self.difference is None or (self.asks_layout and self.difference.is_integer):
             return False
         return self.is_new or self.has_known or not (self.passes or self.difference.is_integer)
 

@@ -22,11 +22,13 @@ from moeverify.explain.compare import relative_error
 from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
-from moeverify.explain.edits import Edit, Keys, list_chain_numbers, list_edits, list_skipped_writes
-from moeverify.explain.edits import Kind as EditKind
+from moeverify.explain.edit import Edit, Keys
+from moeverify.explain.edit import Kind as EditKind
+from moeverify.explain.edits import list_chain_numbers, list_edits, list_skipped_writes
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
+from moeverify.explain.missing_sums import list_missing_sums
 from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
@@ -326,12 +328,14 @@ class Explainer:
                 self.tried += 1
                 if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
                     continue
-                if edit.kind != "value" and self._proof.is_local(edit, state):
-                    found = self._prove(edit, target, unknown, state)
-                    if found is not None:
-                        return found
-                    cause = OperatorCause(list(ops), [edit], [target])
-                    steps.append((cause, self.joint.execute(edit.changes, None, state)))
+                is_local = self._proof.is_local(edit, unknown, state)
+                found = self._prove(edit, target, unknown, state) if is_local else None
+                if found is not None:
+                    return found
+                if is_local:
+                    step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
+                    cause = OperatorCause(list(step.ops), [step], [target])
+                    steps.append((cause, self.joint.execute(step.changes, None, state)))
             before.update(ops)
         for cause, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
             both = chosen | {cause.repairs[0].key}
@@ -343,14 +347,12 @@ class Explainer:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
         found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
-        if found is not None:
-            return found
         edits = (
             edit
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
             if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
-        return self._try(edits, target, unknown, state, end)
+        return found or self._try(edits, target, unknown, state, end)
 
     def _prove(
         self,
@@ -360,16 +362,14 @@ class Explainer:
         state: Execution,
         done: Execution | None = None,
     ) -> tuple[list[OperatorCause], Execution] | None:
-        """Return an edit if it repairs a target, or one of the operators that create the operand that it replaces.
-
-        `done` is the execution with the edit, if it is known to repair the target.
-        """
+        """Return an edit that repairs a target: an earlier one than `edit`, or itself, which leads to `done`."""
         created = Creation(self.alignment.under(state), self.one).find(edit)
-        before = None if created is None else self._proof.repairs(created, target, unknown, state)
-        if created is not None and before is not None:
-            return [OperatorCause(list(created.ops), [created], [target])], before
-        if done is None:
-            done = self._proof.repairs(edit, target, unknown, state)
+        sums = list_missing_sums(self.alignment.under(state), self.groups, edit, state)
+        for each in itertools.chain(sums, () if created is None else (created,)):
+            before = self._proof.repairs(each, target, unknown, state)
+            if before is not None:
+                return [OperatorCause(list(each.ops), [each], [target])], before
+        done = self._proof.repairs(edit, target, unknown, state) if done is None else done
         return None if done is None else ([OperatorCause(list(edit.ops), [edit], [target])], done)
 
     def _try(

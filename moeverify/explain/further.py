@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, list_group, skip_moves
 from moeverify.explain.counterparts import Counterparts, OneDevice
-from moeverify.explain.edits import Edit, list_edits, list_numbers, list_removals
+from moeverify.explain.edit import Edit
+from moeverify.explain.edits import list_edits, list_numbers, list_removals
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import list_numbers as list_numbers_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
 
 

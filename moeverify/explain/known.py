@@ -21,7 +21,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from moeverify.explain.compare import is_right
+from moeverify.explain.compare import is_right, is_rounding
 from moeverify.explain.content import (
     Elements,
     by_bytes,
@@ -215,19 +215,18 @@ class KnownValues:
         return is_moved and not self._is_rounded(at, op)
 
     def _is_rounded(self, at: At, op: Op) -> bool:
-        """Return whether an operator casts to a narrower dtype, and the single device does not do so there."""
-        if self.key(at) in self._one_by_key or op.meeting is not None:
-            return False
+        """Return whether an operator casts to a narrower dtype: unlike one device, or weights to other numbers.
+
+        Weights are drawn in one dtype and kept in another. Later casts may round the two sides differently.
+        """
         made = self.joint.data(at)
+        if op.meeting is not None or made is None or not made.is_floating_point():
+            return False
         taken = [self.joint.data((at[0], number)) for number in op.reads()]
-        return (
-            made is not None
-            and made.is_floating_point()
-            and any(
-                each is not None and each.is_floating_point() and each.itemsize > made.itemsize
-                for each in taken
-            )
-        )
+        floating = [each for each in taken if each is not None and each.is_floating_point()]
+        is_narrower = any(each.itemsize > made.itemsize for each in floating)
+        is_own = self.key(at) not in self._one_by_key
+        return is_narrower and (is_own or (op.step < 0 and is_rounding(made, floating)))
 
     def _look_up_moved(self, at: At, op: Op) -> Known | None:
         """Apply a data movement to the identities of its operands."""

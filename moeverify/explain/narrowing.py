@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes, Joint, Replacement
 from moeverify.explain.operators import is_blank, is_draw, run
 from moeverify.explain.program import HIDDEN, Op

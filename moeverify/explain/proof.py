@@ -12,7 +12,7 @@ from moeverify.explain.compare import TOLERANCE, is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.describe import list_differences, list_numbers
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Op, Value
@@ -36,15 +36,19 @@ class Proof:
         self._joint, self._alignment, self._one = joint, alignment, one
         self._landmarks, self._right = landmarks, right
 
-    def is_local(self, edit: Edit, state: Execution) -> bool:
+    def is_local(self, edit: Edit, unknown: Sequence[At], state: Execution) -> bool:
         """Return whether an edit gives its operators the results of their counterparts.
 
-        A collective over another group gives a value of one device: any rank alone has a part of a sum.
+        A collective over another group gives a value of one device: any rank alone has a part of a sum. One device
+        may add a share to other values than those of its sum: then the next module ends must become right.
         """
         if edit.kind in ("value", "removed"):
             return False
         if edit.kind == "returned":
             return True
+        if edit.kind == "share" and (marks := self._next_landmarks(edit, unknown)):
+            done = self._joint.execute(edit.changes, marks, state)
+            return all(self._is_end_right(at, done) for at in marks)
         results = [(at[0], self._joint.op(at).results[0]) for at in edit.ops]
         done = self._joint.execute(edit.changes, results, state)
         alignment = self._alignment.under(done)
@@ -98,7 +102,7 @@ class Proof:
         if not self._has_other_numbers(edit):
             return None
         after = self._joint.execute(edit.changes, None, state)
-        return after if self._has_other_sizes(edit, after) and self.is_local(edit, state) else None
+        return after if self._has_other_sizes(edit, after) and self.is_local(edit, (), state) else None
 
     def _has_other_numbers(self, edit: Edit) -> bool:
         """Return whether an edit changes numbers, but not the sizes of a view or a new tensor."""

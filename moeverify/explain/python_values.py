@@ -9,6 +9,8 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 Name = tuple[str, int, str]
 """(file, first line of an assignment or function, assigned name or parameter, or `syntax.RETURNED`)."""
@@ -22,6 +24,8 @@ _DEPTH = 3
 _OTHER = "<object>"
 """Data of objects that are not compared, such as modules and meshes."""
 _TENSOR = f"{_OTHER} tensor"
+_GROUP = f"{_OTHER} group"
+_NAMED = {torch.Tensor: _TENSOR, dist.ProcessGroup: _GROUP, DeviceMesh: _GROUP}
 
 
 class Difference(NamedTuple):
@@ -54,7 +58,7 @@ def encode(value: Any, depth: int = _DEPTH) -> Any:
         size, members = found
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
         return size, tuple(sorted(kept, key=repr)) if issubclass(kind, set | frozenset) else kept
-    return _TENSOR if issubclass(kind, torch.Tensor) else _OTHER
+    return next((name for each, name in _NAMED.items() if issubclass(kind, each)), _OTHER)
 
 
 def _list_members(value: Any) -> tuple[int, Iterable[object]] | None:
@@ -93,7 +97,14 @@ class PythonValues:
 
     def is_object(self, name: Name) -> bool:
         """Return whether a name has objects alone, other than tensors, such as a mesh or a module."""
-        return set(map(str, self._list_made(name))) == {_OTHER}
+        made = set(map(str, self._list_made(name)))
+        return bool(made) and made <= {_OTHER, _GROUP}
+
+    def list_groups(self) -> Iterator[Name]:
+        """Yield the names that have process groups or meshes on a rank."""
+        for name in set[Name]().union(*(values for rank in self._ranks for values in rank.values())):
+            if _GROUP in self._list_made(name):
+                yield name
 
     def compare(self, name: Name, function: Iterable[int]) -> Difference | None:
         """Return the first value of a name that differs on any rank. None if all agree.

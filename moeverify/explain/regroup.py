@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_group, skip_moves
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes, meet_over
 from moeverify.explain.operators import NotExecutable
 
@@ -20,7 +20,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: parts.sum(0),
     "maximum": lambda parts: parts.amax(0),
     "minimum": lambda parts: parts.amin(0),
-    "mean": lambda parts: parts.mean(0),
+    "mean": lambda parts: parts.double().mean(0),
 }
 """Reductions over the ranks of a group, of their values stacked in dim 0."""
 _OF_OPERATORS = {"amax": "maximum", "max": "maximum", "amin": "minimum", "min": "minimum", "mean": "mean"}
@@ -74,17 +74,20 @@ def _regroup(
     return changes
 
 
-def list_reductions(alignment: Alignment, groups: Groups, ops: Sequence[At]) -> Iterator[Edit]:
+def list_reductions(
+    alignment: Alignment, groups: Groups, ops: Sequence[At], *, of_collectives: bool = False
+) -> Iterator[Edit]:
     """Yield edits that reduce the results of operators, or the values that they take, over a mesh axis.
 
     First the values of all calls at a place are reduced, then those of the first call alone, as later calls may
-    take its result. Values that are equal on the ranks of an axis need no reduction.
+    take its result. Values that are equal on the ranks of an axis need no reduction. With `of_collectives`, results
+    of collectives are reduced over a further axis, too.
     """
     joint = alignment.joint
     taken = (skip_moves(joint, at) for at in joint.own_reads(ops[0]))
     for value in dict.fromkeys([*joint.results(ops[0]), *taken]):
         maker = joint.op(joint.maker(value))
-        if maker.meeting is not None or maker.step < 0:
+        if (maker.meeting is not None and not of_collectives) or maker.step < 0:
             continue
         usual = _OF_OPERATORS.get(maker.short, "sum")
         reductions = sorted(_REDUCTIONS.items(), key=lambda each: each[0] != usual)
@@ -116,9 +119,9 @@ def _reduce(
         ranks = next((group for group in groups if at[0] in group), ())
         parts = [at_place.get((alignment.occurrence(at), rank)) for rank in ranks]
         kept = [each for each in parts if each is not None and own is not None and each.shape == own.shape]
-        if own is None or not own.is_floating_point() or not ranks or len(kept) < len(ranks):
+        if own is None or own.dtype == torch.bool or not ranks or len(kept) < len(ranks):
             return {}
-        found[at] = reduce(torch.stack(kept))
+        found[at] = reduce(torch.stack(kept)).to(own.dtype)
         is_same &= all(torch.equal(each, own) for each in kept)
     return {} if is_same else found
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.cuts import take
-from moeverify.explain.edits import Edit, list_all_cuts
+from moeverify.explain.edit import Edit
+from moeverify.explain.edits import list_all_cuts
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.operators import run

@@ -10,7 +10,7 @@ from moeverify.explain.chains import skip_moves
 from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
 from moeverify.explain.describe import list_differences
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At
 from moeverify.explain.program import Op
 

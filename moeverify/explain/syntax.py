@@ -232,6 +232,18 @@ def list_conditions(file: SourceFile, node: ast.AST) -> Iterator[ast.expr]:
         child = parent
 
 
+_OF_LAYOUT = frozenset(
+    {"size", "get_local_rank", "get_rank", "get_world_size", "get_group_size", "get_group_rank"}
+)
+"""Calls of torch.distributed that return sizes and ranks of meshes and groups."""
+
+
+def asks_layout(node: ast.expr) -> bool:
+    """Return whether an expression asks a mesh or group for a size or rank."""
+    calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
+    return any(name_called(each) in _OF_LAYOUT for each in calls)
+
+
 @lru_cache(maxsize=64)
 def map_backward(path: str) -> Mapping[int, tuple[range, ...]]:
     """Return the lines of each `return` of `backward`, by the lines of the `forward` beside it."""

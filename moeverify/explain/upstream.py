@@ -163,7 +163,7 @@ class Upstream:
             if len(found) == most:
                 break
         chosen = {place: origin for place, origin in (first | found).items() if place not in named}
-        return tuple(map(self._lines.mark, tuple(chosen.values())[:most]))
+        return tuple(map(self._branches.mark, tuple(chosen.values())[:most]))
 
     def find_branches(self, cause: OperatorCause) -> tuple[Origin, ...]:
         """Return the branches that ranks alone take around a value that nothing wrote."""

@@ -15,11 +15,13 @@ from moeverify.explain.left_out import LeftOut, list_left_out
 from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import find_line, is_of_user
-from moeverify.explain.syntax import find_function, map_backward
+from moeverify.explain.syntax import RETURNED, find_function, map_backward
 from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
+_OF_PARALLEL = re.compile(r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(")
+"""Calls of torch that only parallel code makes, and that run no operator."""
 _MOST_CALLS = 3
 """Maximum number of calls around a line that are shown."""
 
@@ -103,10 +105,6 @@ class UserLines:
         """Return whether ranks alone execute a line, in a function that one device executes, too."""
         return line in self._of_ranks and find_function(*line) in self.functions_of_one
 
-    def mark(self, origin: Origin) -> Origin:
-        """Return an origin that says whether its line is in a branch of ranks alone."""
-        return origin.model_copy(update={"is_branch": self.is_branch(self.place_of(origin.line))})
-
     def define(
         self,
         sites: tuple[Site, ...],
@@ -160,7 +158,9 @@ class UserLines:
         return set().union(*(self._definitions.list_called(*line) for line in lines))
 
     def calls_parallel(self, line: tuple[str, int]) -> bool:
-        """Return whether a line calls functions of the user that ranks alone execute."""
+        """Return whether a line calls what only parallel code does, or functions that ranks alone execute."""
+        if _OF_PARALLEL.search(linecache.getline(*line)):
+            return True
         called = self._definitions.list_called(*line, is_direct=True) & self._functions_of_ranks
         return bool(called) and called.isdisjoint(self.functions_of_one)
 
@@ -215,6 +215,12 @@ class UserLines:
         return {found for line in self.of_one if (found := find_function(*line))[1] > 0}
 
     @cached_property
+    def functions_of_groups(self) -> set[tuple[str, int]]:
+        """The functions that return process groups or meshes. A right layout executes lines of them, too."""
+        names = self._values.list_groups()
+        return {find_function(file, line) for file, line, name in names if name == RETURNED}
+
+    @cached_property
     def _of_any_rank(self) -> set[tuple[str, int]]:
         return set().union(*(program.list_lines() for program in self._joint.programs))
 
@@ -224,7 +230,12 @@ class UserLines:
 
     @cached_property
     def _definitions(self) -> Definitions:
-        return _make_definitions(self._joint.programs, self._one)
+        return _make_definitions(self._joint.programs, self._values)
+
+    @cached_property
+    def _values(self) -> PythonValues:
+        ranks = [program.names for program in self._joint.programs]
+        return PythonValues(self._one.names, ranks, self._one.list_lines())
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:
@@ -243,7 +254,7 @@ def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference 
     )
 
 
-def _make_definitions(programs: Sequence[Program], one: Program) -> Definitions:
+def _make_definitions(programs: Sequence[Program], values: PythonValues) -> Definitions:
     """Return the definitions in the user's files that the recorded programs of the ranks name."""
     files: set[str] = set()
     made: set[tuple[str, int]] = set()
@@ -258,7 +269,6 @@ def _make_definitions(programs: Sequence[Program], one: Program) -> Definitions:
                 made.update((site.file, site.line) for site in users)
         calls = [each[0] for each in program.groups.values()] + program.optimizers
         files.update(site.file for sites in calls for site in sites)
-    values = PythonValues(one.names, [program.names for program in programs], one.list_lines())
     # A line that makes tensors is in the recorded program, if it does not read a number of one.
     return Definitions(
         filter(is_of_user, files),

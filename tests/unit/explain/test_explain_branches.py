@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes
 from moeverify.explain.program import Program

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import list_ancestors, list_reduced_modules
-from moeverify.explain.edits import Edit
+from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Site, Value

@@ -189,5 +189,7 @@ def test_a_line_that_runs_a_collective_and_makes_nothing_wrong_is_no_branch_to_l
     one = OneDevice(alignment.one, alignment.elements)
     lines = UserLines(alignment.joint, alignment.one)
     branches = Branches(Agreement(alignment, one), alignment, alignment.one, lines, ())
-    assert branches._only_communicates((0, 3), ((site.file, site.line),)) is (is_right or only_moves)
-    assert branches._only_communicates((0, 1), ((site.file, site.line),)) is only_moves  # it comes later
+    block = ((site.file, site.line),)
+    assert branches._only_communicates(0, {0}, block) is only_moves
+    assert branches._makes_right((0, 3), block) is (is_right and not only_moves)
+    assert not branches._makes_right((0, 1), block)  # it comes later

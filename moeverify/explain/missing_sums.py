@@ -1,0 +1,56 @@
+"""Missing sums: reductions over ranks without which a wrong operand is computed.
+
+Counts, lengths and loads have no identity, so that a missing sum over ranks shows only where a later operation
+takes a wrong operand. The values from which this operand is computed are reduced over each mesh axis.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import list_group, list_of_step, walk_back
+from moeverify.explain.compare import is_right
+from moeverify.explain.content import is_move
+from moeverify.explain.edit import Edit
+from moeverify.explain.joint import At, Execution
+from moeverify.explain.regroup import Groups, list_reductions, list_regroupings
+
+_MOST = 12
+"""Maximum number of operators before the operand whose results are reduced."""
+
+
+def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: Execution) -> Iterator[Edit]:
+    """Yield reductions of earlier values that give the operators of an edit the operands that it inserts.
+
+    The nearest values come first. A collective is executed over other ranks.
+    """
+    joint, wanted = alignment.joint, edit.changes.values
+    if edit.kind != "operand" or not wanted:
+        return
+
+    def reads(op: At) -> list[At]:
+        taken = list_of_step(joint, joint.own_reads(op))
+        return [at for at in taken if not (alignment.tells(at) and alignment.is_right(at))]
+
+    first = next(iter(wanted))
+    for op in walk_back(joint, [joint.maker(first)], reads, _MOST):
+        recorded = joint.op(op)
+        is_view = any(joint.value(at).alias >= 0 for at in joint.results(op))
+        if recorded.meeting is None and (is_view or is_move(recorded)):
+            continue
+        group = list_group(alignment, op)
+        for each in itertools.chain(
+            list_regroupings(alignment, groups, group, widens=True),
+            list_reductions(alignment, groups, [op], of_collectives=True),
+        ):
+            done = joint.execute(each.changes, list(wanted), state)
+            if all(at not in done.tainted and _is_same(done.data(at), right) for at, right in wanted.items()):
+                yield each
+
+
+def _is_same(data: Tensor | None, right: Tensor) -> bool:
+    return data is not None and data.shape == right.shape and is_right(data.double(), right.double())
