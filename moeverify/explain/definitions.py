@@ -22,6 +22,7 @@ from moeverify.explain.syntax import (
     Function,
     SourceFile,
     find_argument,
+    find_span,
     first_line,
     function_line,
     is_augmented,
@@ -318,8 +319,8 @@ class Definitions:
         """Return whether a definition makes a module or another object of the user's classes."""
         name, value = definition.name, definition.value
         made = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        classes = frozenset[str]().union(*(file.classes for file in self._files.values()))
-        is_made = all(isinstance(each, ast.Call) and name_called(each) in classes for each in made)
+        called = [name_called(each) if isinstance(each, ast.Call) else "" for each in made]
+        is_made = all(any(each in file.classes for file in self._files.values()) for each in called)
         return is_made or (self._values is not None and name is not None and self._values.is_object(name))
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
@@ -476,8 +477,7 @@ def _site(scope: _Scope, node: ast.expr) -> Site:
     name = getattr(scope.function, "name", "<lambda>") if scope.function is not None else "<module>"
     parent = scope.file.parents.get(node)
     shown = parent if isinstance(parent, ast.AugAssign) else node
-    span = (shown.lineno, shown.col_offset, shown.end_lineno or shown.lineno, shown.end_col_offset or 0)
-    return Site(scope.file.path, node.lineno, name, 0, span)
+    return Site(scope.file.path, node.lineno, name, 0, find_span(shown))
 
 
 def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:
