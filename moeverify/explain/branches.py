@@ -13,11 +13,10 @@ from moeverify.explain.agreement import Agreement
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
-from moeverify.explain.content import is_move
 from moeverify.explain.joint import At
 from moeverify.explain.left_out import LeftOut
 from moeverify.explain.operators import is_blank
-from moeverify.explain.program import SETUP, Program, Site
+from moeverify.explain.program import SETUP, Op, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.suspects import Target
 from moeverify.explain.syntax import find_function
@@ -37,6 +36,7 @@ _Function = tuple[str, int]
 """(file, first line of the body)."""
 
 _MOST_BRANCHES = 2
+"""Maximum number of branches that are shown: among more, none stands out. Reports show three lines."""
 _OF_FUNCTIONS = ("definition", "value", "extra", "made", "member", "condition")
 """Kinds of lines in whose functions other branches may be taken."""
 _MOST_CALLS = 3
@@ -191,11 +191,10 @@ class Branches:
 
         Such a line is there in a right program, too.
         """
-        line, program = (site.file, site.line), self._joint.programs[rank]
+        line = (site.file, site.line)
         if self._lines.calls_parallel(line):
             return True
-        numbers = {number for (_, each), ops in self._ops_of[rank].items() if each == line for number in ops}
-        for op in (program.ops[number] for number in numbers):
+        for op in self._ops_of[rank].get(line, ()):
             sites = self._sites((rank, op.number))
             inner = sites[: sites.index(line)]
             if (op.meeting is not None and not inner) or any(
@@ -274,14 +273,14 @@ class Branches:
 
     def _list_ops(self, rank: int, steps: Collection[int], block: _Block) -> list[At]:
         """Return the operators that the lines of a block call in some steps."""
-        ops = self._ops_of[rank]
-        return [(rank, number) for line in block for step in steps for number in ops.get((step, line), ())]
+        called = (op for line in block for op in self._ops_of[rank].get(line, ()))
+        return [(rank, op.number) for op in called if op.step in steps]
 
     def _passes(self, op: At) -> bool:
         """Return whether an operator is a collective, moves elements or allocates memory."""
         recorded = self._joint.op(op)
-        is_view = any(self._joint.value(at).alias >= 0 for at in self._joint.results(op))
-        return recorded.meeting is not None or is_move(recorded) or is_blank(recorded) or is_view
+        is_moved = any(self._alignment.is_moved(at, recorded) for at in self._joint.results(op))
+        return recorded.meeting is not None or is_blank(recorded) or is_moved
 
     def _is_later(self, block: _Block, cause: OperatorCause) -> bool:
         """Return whether a block runs an operator after the wrong ones of the step, or follows a call that runs them.
@@ -355,25 +354,24 @@ class Branches:
         return [block for block in found if not self._only_communicates(rank, steps, block)]
 
     @cached_property
-    def _ops_of(self) -> list[dict[tuple[int, Line], list[int]]]:
-        """The operators that each line of user code calls in each step, on each rank."""
-        found: list[dict[tuple[int, Line], list[int]]] = []
+    def _ops_of(self) -> list[dict[Line, list[Op]]]:
+        """The operators that each line of user code calls, on each rank."""
+        found: list[dict[Line, list[Op]]] = []
         for rank, program in enumerate(self._joint.programs):
             found.append({})
             for op in program.ops:
                 for line in self._sites((rank, op.number)):
-                    found[-1].setdefault((op.step, line), []).append(op.number)
+                    found[-1].setdefault(line, []).append(op)
         return found
 
     @cached_property
     def _first_ops(self) -> list[dict[Line, int]]:
         """The first operator that each line of user code calls in a step, on each rank."""
-        found: list[dict[Line, int]] = [{} for _ in self._ops_of]
-        for first, ops in zip(found, self._ops_of, strict=True):
-            for (step, line), numbers in ops.items():  # in the order of the program
-                if step >= 0:
-                    first.setdefault(line, numbers[0])
-        return found
+        of_steps = [
+            {line: [op.number for op in ops if op.step >= 0] for line, ops in each.items()}
+            for each in self._ops_of
+        ]
+        return [{line: ops[0] for line, ops in each.items() if ops} for each in of_steps]
 
     @cached_property
     def _proven(self) -> list[set[tuple[int, Line]]]:

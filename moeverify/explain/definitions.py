@@ -23,6 +23,7 @@ from moeverify.explain.syntax import (
     SourceFile,
     asks_layout,
     find_argument,
+    find_span,
     first_line,
     function_line,
     is_augmented,
@@ -198,8 +199,7 @@ class Definitions:
     def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which two calls of a stack run, those of the outer one first."""
         scopes = self._list_scopes(sites)[1::-1]
-        found = [(scope, test) for node, scope in scopes for test in list_conditions(scope.file, node)]
-        return [_site(scope, test) for scope, test in found]
+        return [_site(scope, test) for node, scope in scopes for test in list_conditions(scope.file, node)]
 
     def find_members(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which elements are in the lists that the calls of a stack take.
@@ -280,9 +280,9 @@ class Definitions:
         *,
         has_objects: bool = True,
     ) -> list[DefiningLine]:
-        """Return the definitions of expressions. Those of values that equal one device's are not followed.
+        """Return definitions of expressions. Those of values that equal one device's are not followed.
 
-        Without `has_objects`, leave out lines that make objects, such as modules; their attributes are followed.
+        Without `has_objects`, leave out lines that make objects, whose attributes are followed.
         """
         waiting: deque[tuple[_Use, DefiningLine | None]] = deque((use, None) for use in uses)
         seen: dict[tuple[ast.expr, Function | None], DefiningLine | None] = {}
@@ -319,8 +319,8 @@ class Definitions:
         """Return whether a definition makes a module or another object of the user's classes."""
         name, value = definition.name, definition.value
         made = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-        classes = frozenset[str]().union(*(file.classes for file in self._files.values()))
-        is_made = all(isinstance(each, ast.Call) and name_called(each) in classes for each in made)
+        called = [name_called(each) if isinstance(each, ast.Call) else "" for each in made]
+        is_made = all(any(each in file.classes for file in self._files.values()) for each in called)
         return is_made or (self._values is not None and name is not None and self._values.is_object(name))
 
     def _compare(self, definition: _Definition, values: PythonValues | None) -> Difference | None:
@@ -477,8 +477,7 @@ def _site(scope: _Scope, node: ast.expr) -> Site:
     name = getattr(scope.function, "name", "<lambda>") if scope.function is not None else "<module>"
     parent = scope.file.parents.get(node)
     shown = parent if isinstance(parent, ast.AugAssign) else node
-    span = (shown.lineno, shown.col_offset, shown.end_lineno or shown.lineno, shown.end_col_offset or 0)
-    return Site(scope.file.path, node.lineno, name, 0, span)
+    return Site(scope.file.path, node.lineno, name, 0, find_span(shown))
 
 
 def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:

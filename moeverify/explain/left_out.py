@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moeverify.explain.program import Site
 from moeverify.explain.sites import parse_file
-from moeverify.explain.syntax import LEAVES, find_function
+from moeverify.explain.syntax import LEAVES, find_function, find_span
 
 
 class _Arm(NamedTuple):
@@ -39,7 +39,8 @@ def list_left_out(one: Collection[tuple[str, int]], many: Collection[tuple[str, 
             alone = tuple(line for line in arm.lines if (file, line) in one)
             is_left = alone and not any((file, line) in many for line in (*arm.lines, *arm.others))
             if is_left and all((file, arm.header.lineno) in each for each in (one, many)):
-                yield LeftOut(_make_site(file, arm.header), find_function(file, arm.header.lineno), alone)
+                site = Site(file, arm.header.lineno, "", 0, find_span(arm.header))
+                yield LeftOut(site, find_function(file, arm.header.lineno), alone)
 
 
 @lru_cache(maxsize=64)
@@ -62,8 +63,3 @@ def _list_arms(path: str) -> list[_Arm]:
 
 def _list_lines(body: list[ast.stmt]) -> range:
     return range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1) if body else range(0)
-
-
-def _make_site(file: str, node: ast.expr) -> Site:
-    span = (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
-    return Site(file, node.lineno, "", 0, span)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moeverify.explain.operators import NotExecutable
+from moeverify.explain.operators import NotExecutable, flatten_tensors
 from moeverify.explain.program import GroupRef
 
 _REDUCTIONS = ("sum", "avg", "product", "min", "max")
@@ -74,8 +74,8 @@ def read_filling(name: str, args: Sequence[Any]) -> Call | None:
         options["root"] = int(args[_ROOT_AT[name]])
     if name == "alltoall_base_":
         options["splits"] = (list(args[3]), list(args[4]))
-    outputs = [] if filled < 0 else list(_flatten(args[filled]))
-    inputs = [] if brought < 0 else list(_flatten(args[brought]))
+    outputs = [] if filled < 0 else flatten_tensors(args[filled])
+    inputs = [] if brought < 0 else flatten_tensors(args[brought])
     source = target = -1
     if name in _PEER_AT:
         own, peer = _own_place(args), int(args[_PEER_AT[name]])
@@ -109,7 +109,7 @@ def read_returning(name: str, args: Sequence[Any]) -> Call | None:
         options["splits"] = (list(args[1]), list(args[2]))
     if kind == "broadcast":
         options["root"] = int(args[1])
-    inputs = list(_flatten(args[0]))
+    inputs = flatten_tensors(args[0])
     return Call(kind, inputs, inputs if name.endswith("_") else [], group, options)
 
 
@@ -140,12 +140,6 @@ def _is_group(value: Any) -> bool:
 
 def _is_reduction(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and str(value._type()).endswith("c10d.ReduceOp")
-
-
-def _flatten(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [each for part in value for each in _flatten(part)] if isinstance(value, list | tuple) else []
 
 
 MOVING = frozenset({"all_gather", "all_to_all", "broadcast", "gather", "recv", "scatter"})

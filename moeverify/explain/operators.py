@@ -110,14 +110,14 @@ def execute_all(
             by_name[place] = copies
         else:
             values[place] = copies
-        changed += _list(copies)
+        changed += flatten_tensors(copies)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns if sizes have changed and `out` has another size
             result = _call(name, func, values, by_name)
     except (RuntimeError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
         raise NotExecutable(f"{name}: {error}") from error
-    new = [each for each in _list(result) if not any(each is one for one in changed)]
+    new = [each for each in flatten_tensors(result) if not any(each is one for one in changed)]
     return [*new, *changed]
 
 
@@ -156,10 +156,13 @@ def _clone(value: Any) -> Any:
     return [_clone(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _list(value: Any) -> list[Tensor]:
+def flatten_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of an argument or result: itself, or members of lists in lists."""
     if isinstance(value, Tensor):
         return [value]
-    return [each for part in value for each in _list(part)] if isinstance(value, list | tuple) else []
+    return (
+        [each for part in value for each in flatten_tensors(part)] if isinstance(value, list | tuple) else []
+    )
 
 
 def _read(op: Op, lookup: Lookup) -> Tensor:

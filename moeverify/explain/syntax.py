@@ -57,11 +57,7 @@ class SourceFile:
 
     def find(self, site: Site) -> ast.AST | None:
         """Return the expression of a recorded call."""
-        if site.span is None:
-            return None
-        first, begin, last, end = site.span
-        place = (first, last, begin, end)
-        found = (node for node in ast.walk(self.tree) if place_of(node) == place)
+        found = (node for node in ast.walk(self.tree) if find_span(node) == site.span)
         return next((node for node in found if not isinstance(node, ast.Expr)), None)
 
 
@@ -78,9 +74,11 @@ def find_function(path: str, line: int) -> tuple[str, int]:
     return path, max((first for first, last in _list_bodies(path) if first <= line <= last), default=0)
 
 
-def place_of(node: ast.AST) -> tuple[object, ...]:
-    names = ("lineno", "end_lineno", "col_offset", "end_col_offset")
-    return tuple(getattr(node, name, None) for name in names)
+def find_span(node: ast.AST) -> tuple[int, int, int, int]:
+    """Return the place of a node, as `Site.span`; -1 for a node without one."""
+    names = ("lineno", "col_offset", "end_lineno", "end_col_offset")
+    first, begin, last, end = (int(getattr(node, name, -1)) for name in names)
+    return first, begin, last, end
 
 
 def first_line(node: ast.AST) -> int:

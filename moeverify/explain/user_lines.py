@@ -158,7 +158,7 @@ class UserLines:
         return set().union(*(self._definitions.list_called(*line) for line in lines))
 
     def calls_parallel(self, line: tuple[str, int]) -> bool:
-        """Return whether a line calls what only parallel code does, or functions that ranks alone execute."""
+        """Return whether a line makes a call of parallel code, or calls functions that ranks alone execute."""
         if _OF_PARALLEL.search(linecache.getline(*line)):
             return True
         called = self._definitions.list_called(*line, is_direct=True) & self._functions_of_ranks

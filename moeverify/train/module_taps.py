@@ -4,6 +4,9 @@ A tap reads every floating-point tensor that a module takes or returns, by posit
 step. The tensor must run along the tokens of the batch: (rows, positions, ...), or (tokens, n) in
 mixture-of-experts modules. On request it also reads other tensors (rows, n), such as token copies sorted by
 expert. It does not read these inside the reference `MoELayer`, whose dispatchers are tapped instead.
+
+Modules that are called more than once in a micro-batch have no readings: a pipeline stage may run only some
+of the calls that one device runs.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from moeverify.model.moe import MoELayer
 from moeverify.parallel.float8 import unpack
 from moeverify.parallel.pipeline import ModelStage
 from moeverify.parallel.regions.local_shard import logical_name
-from moeverify.parallel.regions.passes import Passes
+from moeverify.parallel.regions.passes import Passes, is_in_backward
 from moeverify.parallel.regions.placement import is_partial, local_part
 from moeverify.parallel.regions.unseen import unseen
 
@@ -78,7 +81,7 @@ class Tap:
         self.spans: dict[tuple[str, str], list[tuple[int, int]]] = {}
         self._count = count
         self._begun: dict[tuple[str, str], int] = {}
-        self.readings: list[Reading] = []
+        self._readings: list[Reading] = []
         self.on_reading: Callable[[Reading], None] | None = None
         self._is_open = False
         self._model = model
@@ -87,9 +90,16 @@ class Tap:
         self._room = limit
         self._passes = Passes()
         self._seen: set[tuple[str, str, str, int]] = set()
+        self._callees: dict[tuple[str, int], object] = {}  # first callee of a name in a micro-batch
+        self._repeated: set[tuple[str, int]] = set()
         self.silent: set[tuple[str, str, str, int]] = set()
         self._shapes: dict[str, torch.Size] = {}  # (rows, positions) of each module's last input
         self._orders = {FORWARD: 0, BACKWARD: 0}
+
+    @property
+    def readings(self) -> list[Reading]:
+        """Return the readings of modules that were called once in their micro-batch."""
+        return [each for each in self._readings if (each.module, each.micro_batch) not in self._repeated]
 
     @property
     def num_passes(self) -> int:
@@ -133,6 +143,7 @@ class Tap:
             name = f"{block}.dispatcher"
             if end == "input":
                 self._begin(FORWARD, name)
+                self._note_call(name, root, self._passes.number(root))
             # The view is a graph node of its own, so its gradient comes only through the experts.
             passed = value.view(*shape, -1)
             self._take(name, end, passed, self._passes.number(root))
@@ -147,6 +158,7 @@ class Tap:
             if module is root:
                 self._passes.begin(root)
             self._begin(FORWARD, name)
+            self._note_call(name, module, self._passes.number(root))
             self._take(name, "input", dict(enumerate(inputs)) | named, self._passes.number(root))
 
         return hook
@@ -157,6 +169,16 @@ class Tap:
             self._end(FORWARD, name)
 
         return hook
+
+    def _note_call(self, name: str, callee: object, micro_batch: int | None) -> None:
+        """Note a second call of a module. A wrapper has the name of its module; recomputation is no call."""
+        if micro_batch is None or is_in_backward():
+            return
+        key = (name, micro_batch)
+        if key not in self._callees:
+            self._callees[key] = callee
+        elif self._callees[key] is callee:
+            self._repeated.add(key)
 
     def _take(self, name: str, end: str, value: Any, micro_batch: int | None) -> None:
         if micro_batch is None:
@@ -220,7 +242,7 @@ class Tap:
             self.on_reading(reading)
             return
         self._room -= local.numel()
-        self.readings.append(replace(reading, local=shaped.to("cpu", copy=True)))
+        self._readings.append(replace(reading, local=shaped.to("cpu", copy=True)))
 
 
 class _TappedDispatcher:

@@ -32,7 +32,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.facts import ClipFacts, GatheredFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.results.observation import HiddenByRounding, Observation
-from moeverify.results.operation import Altered, Carried, OwnValues, Unreduced, Zeroed
+from moeverify.results.operation import Altered, Carried, OwnValues, Rounded, Unreduced, Zeroed
 from moeverify.train.module_taps import BACKWARD, FORWARD
 from moeverify.verification.checks.base import Role
 from moeverify.verification.checks.narrower import name_dtype
@@ -253,11 +253,12 @@ def _explain_step(first: Sequence[Finding], inputs: DiagnosisInputs) -> list[Dia
 
 
 def _names_change(cause: DiagnosedCause) -> bool:
-    """Return whether a cause of a wrong buffer says more than that the buffer is wrong.
+    """Return whether a cause of a wrong buffer says more than that its values are other ones.
 
-    If other results are wrong too, a buffer may follow from these, as an average of weights does.
+    If other results are wrong too, a buffer may follow from these, as an average of weights does. Values of a
+    narrower dtype say no more: a bias that moves by powers of two has them by chance.
     """
-    return cause.explanation is not None and not isinstance(cause.explanation.operation, Altered)
+    return cause.explanation is not None and not isinstance(cause.explanation.operation, Altered | Rounded)
 
 
 def _find_failed(findings: Sequence[Finding]) -> set[Quantity]:

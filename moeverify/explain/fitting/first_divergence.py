@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -17,10 +17,6 @@ from moeverify.results.observation import Direction, End, FirstDivergence
 from moeverify.train.module_taps import BACKWARD, FORWARD, Reading
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
-
-_MOST_BESIDE = 4
-_DISPATCHER = "dispatcher"  # of a block of experts; it calls the experts and is their sibling
-
 
 # Error of a sum, relative to the error of its parts alone: rounding to bfloat16 leaves 0.4 % of an error of 100 %.
 _LEFT_OF_PARTS = 2.0**-6
@@ -76,15 +72,13 @@ class Divergence:
 class Search:
     """Result of the search: the first divergence of each direction, and the readings that match before it.
 
-    `matched` lists the modules whose outputs are right. `beside` has, by direction, the wrong readings of
-    sibling modules at the same end: modules may share an input, and one of these may be more informative.
+    `matched` lists the modules whose outputs are right.
     """
 
     origins: Mapping[str, Divergence]
     num_right: Mapping[str, int]
     worst_right: Mapping[str, float]
     matched: frozenset[str] = frozenset()
-    beside: Mapping[str, tuple[Divergence, ...]] = field(default_factory=dict)
 
     def observe(self, origin: Divergence) -> FirstDivergence:
         """Return the origin of a direction, and the matching readings before."""
@@ -143,7 +137,6 @@ def find_origins(
     if known.has_own_step and (scale := _find_scale(judged, bound)) != 1.0:
         judged = judge_all([_divide_gradients(each, scale) for each in by_rank])
     origins: dict[str, Divergence] = {}
-    beside: dict[str, tuple[Divergence, ...]] = {}
     num_right = dict.fromkeys((FORWARD, BACKWARD), 0)
     worst_right = dict.fromkeys((FORWARD, BACKWARD), 0.0)
     for direction in DIRECTIONS:
@@ -161,12 +154,10 @@ def find_origins(
         if first is not None:
             origin = _make_origin(first, golden, bound)
             origins[direction] = replace(origin, inputs_seen=_has_right_input(origin, along))
-            others = [each for each in wrong if _is_beside(first, each)][:_MOST_BESIDE]
-            beside[direction] = tuple(_make_origin(each, golden, bound) for each in others)
     outputs = [each for each in judged if (each.reading.direction, each.reading.end) == (FORWARD, "output")]
     wrong_outputs = {each.reading.module for each in outputs if each.is_wrong}
     matched = frozenset(each.reading.module for each in outputs) - wrong_outputs
-    return Search(origins, num_right, worst_right, matched, beside)
+    return Search(origins, num_right, worst_right, matched)
 
 
 def _find_scale(judged: Sequence[_Judged], bound: float) -> float:
@@ -232,13 +223,6 @@ def _find_first(wrong: Sequence[_Judged]) -> _Judged | None:
     # If ranks have equal values at both ends, there is no operation between them, and the maker is known.
     made = [each for each in alike if _is_made_there(each) and _have_same(each.tensor, first.tensor)]
     return first if _is_made_there(first) or not made else min(made, key=lambda each: each.order)
-
-
-def _is_beside(first: _Judged, other: _Judged) -> bool:
-    """Return whether another reading is at the same end of a sibling module."""
-    one, two = first.reading, other.reading
-    is_other = one.module != two.module and one.end == two.end
-    return is_other and bool(one.module) and one.module.rpartition(".")[0] == two.module.rpartition(".")[0]
 
 
 def _is_made_there(judged: _Judged) -> bool:

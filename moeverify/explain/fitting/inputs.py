@@ -82,18 +82,7 @@ class DiagnosisInputs:
 
     def origin_of(self, tensor: WrongTensor) -> Divergence | None:
         """Return the module end where a tensor was read; None if it is not a module reading."""
-        search = self.search
-        beside = search.beside.values() if search is not None else ()
-        known = [*self.origins.values(), *(each for found in beside for each in found)]
-        return next((origin for origin in known if origin.tensor is tensor), None)
-
-    def list_beside(self, tensor: WrongTensor) -> Sequence[WrongTensor]:
-        """Return the other wrong token gradients that begin beside this one."""
-        origin = self.origins.get(BACKWARD)
-        if self.search is None or origin is None or origin.tensor.key != tensor.key:
-            return ()
-        beside = [origin.tensor for origin in self.search.beside.get(BACKWARD, ())]
-        return [other for other in beside if other.expected.ndim >= 3]
+        return next((origin for origin in self.origins.values() if origin.tensor is tensor), None)
 
     def comes_from_loss(self, origin: Divergence) -> bool:
         """Return whether a loss passes back a wrong gradient, that is, no earlier gradient is right.

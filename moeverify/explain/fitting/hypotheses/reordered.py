@@ -38,12 +38,7 @@ class ReorderedHypothesis(Hypothesis):
 
     def test(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> Outcome | None:
         """Test the orders of each rank's values, of groups of ranks, and of the whole tensor."""
-        for tensor in (tensors[0], *inputs.list_beside(tensors[0])):
-            if (outcome := self._search(tensor, inputs)) is not None:
-                return outcome
-        return None
-
-    def _search(self, tensor: WrongTensor, inputs: DiagnosisInputs) -> Outcome | None:
+        (tensor,) = tensors
         search = OrderSearch(tensor)
         found = search.run(_list_levels(tensor, inputs))
         if found is None:

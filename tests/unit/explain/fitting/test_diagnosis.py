@@ -421,3 +421,18 @@ def test_weights_in_each_others_places_lead_what_is_computed_of_them() -> None:
     # Weights with a different error may follow from an earlier one.
     unknown = gathered.model_copy(update={"facts": facts.model_copy(update={"sources": ()}), "code": ""})
     assert diagnose([loss, unknown], DiagnosisInputs())[0].check == CheckName.LOSS
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_buffer_of_narrow_values_is_a_cause_where_nothing_else_is_wrong(has_gradient: bool) -> None:
+    bias = draw(8).to(torch.float32).to(torch.float64) + 2.0**-40
+    narrow = bias.to(torch.float32).to(torch.float64)
+    tensors = [make_tensor(bias, narrow, narrow, name="router.bias", kind="buffer")]
+    findings = [find("buffer", "router.bias")]
+    if has_gradient:
+        wrong = draw(4, 4, seed=1)
+        tensors.append(make_tensor(draw(4, 4), wrong, wrong, name=NAME))
+        findings.append(find("gradient"))
+    found = diagnose(findings, make_inputs(*tensors))
+    causes = {each.tensor: each.code for each in found if not each.follows}
+    assert ("rounding" in causes.values()) is not has_gradient
