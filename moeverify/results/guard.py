@@ -26,14 +26,16 @@ class DriftCause(Record):
     """Why replicas differ after a step.
 
     - `option`: the optimizers of the two `ranks` have other `values` of `option`, set at `site`.
+    - `schedule`: the same, and their schedulers step a different number of times, `counts`, in a step.
     - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
     - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
     - `backward`: ranks with equal rows have equal losses.
     """
 
-    kind: Literal["option", "write", "forward", "backward"]
+    kind: Literal["option", "schedule", "write", "forward", "backward"]
     option: str = ""
     values: tuple[float, float] = (0.0, 0.0)
+    counts: tuple[int, int] = (0, 0)
     ranks: tuple[int, ...] = ()
     site: str = ""
     module: str = ""

@@ -59,11 +59,17 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:
     """Return a sentence about the cause of a difference between replicas, and its place."""
     ranks = format_ranks(cause.ranks)
-    if cause.kind == "option":
+    if cause.kind in ("option", "schedule"):
         one, two = (
             f"{value:g} on rank {rank}" for value, rank in zip(cause.values, cause.ranks, strict=True)
         )
         text = f"their gradients are equal, and the optimizer's {cause.option} is {one} and {two}"
+        if cause.kind == "schedule":
+            one, two = (
+                f"{format_count(number, 'time')} on rank {rank}"
+                for number, rank in zip(cause.counts, cause.ranks, strict=True)
+            )
+            return f"{text}: a scheduler steps {one} and {two} in this step", cause.site or "scheduler"
         return text, f"set at {cause.site}" if cause.site else "optimizer options"
     if cause.kind == "write":
         return (

@@ -52,8 +52,22 @@ def _find_options(
             values = one.options[option], two.options[option]
             if values[0] != values[1]:
                 site = two.sites.get(option, "")
-                return DriftCause(kind="option", option=option, values=values, ranks=(first, rank), site=site)
+                cause = DriftCause(
+                    kind="option", option=option, values=values, ranks=(first, rank), site=site
+                )
+                return _compare_schedules(cause, records)
     return None
+
+
+def _compare_schedules(cause: DriftCause, records: Mapping[int, StepRecord]) -> DriftCause:
+    """Return the cause with the numbers of scheduler steps on its ranks, if these differ."""
+    one, two = (
+        [call for call in records[rank].calls if call.name == "scheduler step"] for rank in cause.ranks
+    )
+    if len(one) == len(two):
+        return cause
+    changes = {"kind": "schedule", "counts": (len(one), len(two)), "site": (one or two)[0].site}
+    return cause.model_copy(update=changes)
 
 
 def _find_group(name: str, options: Sequence[Options]) -> Options | None:

@@ -14,6 +14,7 @@ from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.scripts.record.lines import Options
+from moeverify.train.calls.call import LoopCall
 
 WHOLE = TensorLine(name="dense", shape=(4, 4), region="0:4,0:4", is_whole=True, eps=2.0**-23)
 PART = TensorLine(name="experts.up", shape=(2, 4, 4), region="0:2,0:4,0:4", is_whole=True, eps=2.0**-23)
@@ -173,6 +174,16 @@ def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str,
     assert cause is not None
     assert cause.kind == kind
     assert place in (cause.option, cause.ranks, cause.module)
+
+
+def test_a_scheduler_that_one_rank_alone_steps_is_the_cause_of_another_learning_rate() -> None:
+    common = {"step": 0, "optimizer": "SGD", "number": 0, "names": ("dense",)}
+    options = [(Options.model_validate({**common, "options": {"lr": lr}}),) for lr in (0.1, 0.2)]
+    calls = [(LoopCall(step=0, name="scheduler step", site="train.py:7"),), ()]
+    records = make_records(options=options, calls=calls)
+    cause = find_cause("dense", {0: 0, 1: 0}, records, "equal", {"layer"})
+    assert cause is not None
+    assert (cause.kind, cause.counts, cause.site) == ("schedule", (1, 0), "train.py:7")
 
 
 def test_replicas_that_never_were_equal_are_known_by_their_equal_gradients() -> None:
