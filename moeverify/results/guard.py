@@ -29,7 +29,7 @@ class DriftCause(Record):
     - `schedule`: the same, and their schedulers step a different number of times, `counts`, in a step.
     - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
     - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
-      `is_ambiguous` if the losses are equal and no earlier module shows whether `local` is right instead.
+      `is_ambiguous` if the losses are equal, so that the ranks may have parts of a sequence instead.
     - `backward`: ranks with equal rows have equal losses.
     - `local`: the same, but the tensors' modules, first `module`, have other outputs on each rank.
     - `parts`: the same with equal outputs, and gradients of earlier modules are equal.

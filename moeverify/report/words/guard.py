@@ -68,7 +68,7 @@ def _describe_cause(cause: DriftCause) -> tuple[str, str]:
         ), "weights"
     if cause.kind == "forward":
         first = f", first seen in the output of {cause.module}" if cause.module else ""
-        part = ", or each rank has a part of the sequence there and these gradients are not reduced over the ranks"
+        part = ", or each rank has a part of the sequence there, and gradients are not reduced over the ranks"
         return (
             f"these ranks have the same rows and compute other values{first}; a sum over the "
             f"ranks is missing there, or random numbers differ{part if cause.is_ambiguous else ''}"

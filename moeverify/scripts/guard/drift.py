@@ -61,7 +61,7 @@ def _compare_passes(
     is_known = [each in right or each in unequal for each in earlier if each in shared]
     if is_known and all(is_known):
         return DriftCause(kind="local", module=first)
-    return DriftCause(kind="forward", module=first, is_ambiguous=not is_known)
+    return DriftCause(kind="forward", module=first, is_ambiguous=True)
 
 
 def _find_earlier(name: str, record: StepRecord) -> tuple[str, list[str]]:
