@@ -216,10 +216,10 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
 
 
 def describe_mixed_passes() -> str:
-    """Return that a replay could not restore the states of generators."""
+    """Return that a replay could not restore the random numbers of the ranks."""
     return (
-        "the replay did not restore generators: its forward passes have the rows of several passes of the ranks; "
-        "give it the same rows per pass to compare dropout and noise"
+        "the replay did not restore all random numbers: its forward passes have parts of passes of the ranks, or "
+        "draw numbers that do not belong to rows; give it the same rows per pass to compare dropout and noise"
     )
 
 
