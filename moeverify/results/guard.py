@@ -26,17 +26,23 @@ class DriftCause(Record):
     """Why replicas differ after a step.
 
     - `option`: the optimizers of the two `ranks` have other `values` of `option`, set at `site`.
+    - `schedule`: the same, and their schedulers step a different number of times, `counts`, in a step.
     - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
     - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
+      `is_ambiguous` if the losses are equal, so that the ranks may have parts of a sequence instead.
     - `backward`: ranks with equal rows have equal losses.
+    - `local`: the same, but the tensors' modules, first `module`, have other outputs on each rank.
+    - `parts`: the same with equal outputs, and gradients of earlier modules are equal.
     """
 
-    kind: Literal["option", "write", "forward", "backward"]
+    kind: Literal["option", "schedule", "write", "forward", "backward", "local", "parts"]
     option: str = ""
     values: tuple[float, float] = (0.0, 0.0)
+    counts: tuple[int, int] = (0, 0)
     ranks: tuple[int, ...] = ()
     site: str = ""
     module: str = ""
+    is_ambiguous: bool = False
 
 
 class DriftFacts(Record):

@@ -147,6 +147,22 @@ class OtherPasses(Record):
     actual: tuple[int, ...]
 
 
+class OtherLosses(Record):
+    """The losses of two runs in a step with equal rows and weights, where no hypothesis explains the gradients.
+
+    With `rank`, they are those of one forward pass with the same rows in both runs. Otherwise they are sums
+    over the passes of a step, averaged over ranks. `has_outputs` means that module outputs were compared.
+    """
+
+    kind: Literal["other-losses"] = "other-losses"
+    step: int
+    expected: float
+    actual: float
+    differ: bool
+    rank: int | None = None
+    has_outputs: bool = False
+
+
 class AmbiguousCount(Record):
     """A factor of a watched script that is the number of ranks, or the equal number of micro-batches."""
 
@@ -188,6 +204,7 @@ Observation = Annotated[
     | RightAlike
     | HiddenByRounding
     | OtherPasses
+    | OtherLosses
     | AmbiguousCount
     | NoValues
     | DiagnosisFailed,

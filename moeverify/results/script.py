@@ -90,6 +90,7 @@ class CallRule(StrEnum):
     EVAL = "eval"  # all forward passes of a step in evaluation mode
     SAME_EPOCH = "same-epoch"  # a sampler that shuffles begins twice with the same epoch number
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step
+    SKIPPED_STEP = "skipped-step"  # optimizer steps on some ranks only
     SCHEDULER = "scheduler"  # a number of scheduler steps that differs from the other run
     CLIP = "clip"  # clipping in one run only
 
@@ -98,7 +99,8 @@ class CallFacts(Record):
     """A call out of order: its counts in both runs, its site, and the norm of the affected gradients.
 
     For `scaled-clip` and `scaled-step`, `norm` is the loss scale. For `eval`, `expected` is the number of
-    dropout modules, and for `same-epoch` that of the epoch.
+    dropout modules, and for `same-epoch` that of the epoch. For `skipped-step`, the counts are backward
+    passes of two ranks.
     """
 
     about: Literal["call"] = "call"

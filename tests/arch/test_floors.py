@@ -265,3 +265,13 @@ def test_the_pytest_plugin_costs_other_sessions_nothing() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_comparison_of_scripts_imports_no_parallelism_and_no_hypotheses() -> None:
+    code = (
+        "import sys; import moeverify.scripts.compare.compare\n"
+        "heavy = {'torch.distributed.pipelining', 'moeverify.train.program', 'moeverify.scripts.compare.explain'}\n"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -19,6 +19,7 @@ from moeverify.results.observation import (
     DiagnosisFailed,
     HiddenByRounding,
     NoValues,
+    OtherLosses,
     OtherPasses,
     RightAlike,
     ScalarValues,
@@ -96,10 +97,11 @@ def describe_cause(finding: Finding) -> str:
         if count and any(isinstance(seen, OtherPasses) for seen in finding.observations):
             return (
                 f"unknown: no hypothesis explains {which}, and the runs put the same rows into other forward passes: "
-                "a router's balance loss, expert capacity and batch norm differ with that in a right script too"
+                "a router's balance loss, expert capacity and batch norm differ with that in a right script too; a "
+                "mean over tokens without padding then weights tokens of short rows more, which is an error"
             )
         if count and not any(isinstance(seen, NoValues) for seen in finding.observations):
-            return f"unknown: no hypothesis explains {which}"
+            return f"unknown: no hypothesis explains {which}{_describe_losses(finding)}"
         return finding.cause or describe_facts(finding.facts, finding).cause
     number = next((seen for seen in finding.observations if isinstance(seen, ScalarValues)), None)
     is_state = explanation.subject.quantity is Quantity.LOADED and isinstance(explanation.operation, Altered)
@@ -109,6 +111,23 @@ def describe_cause(finding: Finding) -> str:
     sentence = describe_explanation(explanation)
     # An axis whose other gradients match may equal the factor by coincidence; the sentence mentions that.
     return f"{sentence}; not confirmed, {doubts[0]}" if doubts else sentence
+
+
+def _describe_losses(finding: Finding) -> str:
+    """Return the part of a step that the losses of two runs blame for an unknown cause; empty if unknown."""
+    seen = next((each for each in finding.observations if isinstance(each, OtherLosses)), None)
+    if seen is None:
+        return ""
+    if not seen.differ:
+        return "; rows, weights and losses are equal, so it is in the backward pass or in a reduction of gradients"
+    if seen.rank is not None:
+        return (
+            "; rows and weights are equal, but the loss is not: the forward pass or its random numbers differ"
+        )
+    return (
+        "; rows and weights are equal, but the loss is not: the forward pass or its random numbers differ, or the "
+        "loss is a mean over another number of tokens"
+    )
 
 
 def describe_where(finding: Finding) -> str:

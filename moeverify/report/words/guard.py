@@ -59,12 +59,8 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:
     """Return a sentence about the cause of a difference between replicas, and its place."""
     ranks = format_ranks(cause.ranks)
-    if cause.kind == "option":
-        one, two = (
-            f"{value:g} on rank {rank}" for value, rank in zip(cause.values, cause.ranks, strict=True)
-        )
-        text = f"their gradients are equal, and the optimizer's {cause.option} is {one} and {two}"
-        return text, f"set at {cause.site}" if cause.site else "optimizer options"
+    if cause.kind in ("option", "schedule"):
+        return _describe_options(cause)
     if cause.kind == "write":
         return (
             f"their gradients are equal, and on {ranks} something other than the optimizer changed the weights "
@@ -72,14 +68,35 @@ def _describe_cause(cause: DriftCause) -> tuple[str, str]:
         ), "weights"
     if cause.kind == "forward":
         first = f", first seen in the output of {cause.module}" if cause.module else ""
+        part = ", or each rank has a part of the sequence there, and gradients are not reduced over the ranks"
         return (
             f"these ranks have the same rows and compute other values{first}; a sum over the "
-            "ranks is missing there, or random numbers differ"
+            f"ranks is missing there, or random numbers differ{part if cause.is_ambiguous else ''}"
         ), cause.module or "forward pass"
-    return (
-        "their gradients differ, although these ranks have the same rows and the same loss: the backward pass lacks "
-        "a sum over the ranks"
-    ), "backward pass"
+    text = "their gradients differ, although these ranks have the same rows and the same loss"
+    if cause.kind == "local":
+        return (
+            f"{text}: each rank calls {cause.module} with other values, so either these are its part of the "
+            "sequence, and gradients are not reduced over the ranks, or a sum in front of the module is missing"
+        ), cause.module
+    if cause.kind == "parts":
+        return (
+            f"{text}, and gradients of earlier modules are equal: different parts of the model that began as copies, "
+            "or replicas whose gradients are not reduced over the ranks"
+        ), "initial values"
+    return f"{text}: the backward pass lacks a sum over the ranks", "backward pass"
+
+
+def _describe_options(cause: DriftCause) -> tuple[str, str]:
+    one, two = (f"{value:g} on rank {rank}" for value, rank in zip(cause.values, cause.ranks, strict=True))
+    text = f"their gradients are equal, and the optimizer's {cause.option} is {one} and {two}"
+    if cause.kind == "schedule":
+        one, two = (
+            f"{format_count(number, 'time')} on rank {rank}"
+            for number, rank in zip(cause.counts, cause.ranks, strict=True)
+        )
+        return f"{text}: a scheduler steps {one} and {two} in this step", cause.site or "scheduler"
+    return text, f"set at {cause.site}" if cause.site else "optimizer options"
 
 
 @describe_facts.register

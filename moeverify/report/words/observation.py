@@ -19,6 +19,7 @@ from moeverify.results.observation import (
     KeptElements,
     LargestValue,
     NoValues,
+    OtherLosses,
     OtherPasses,
     RankValues,
     RelativeError,
@@ -137,6 +138,15 @@ def _(seen: OtherPasses) -> str:
         remedy = f"of {' and '.join(map(str, sorted(set(seen.actual))))} rows each"
     again = f"record RUN_A again with passes {remedy}, and compare with that"
     return f"forward passes of step {seen.step}: {counts}; {again}"
+
+
+@describe_observation.register
+def _(seen: OtherLosses) -> str:
+    where = f"on rank {seen.rank}" if seen.rank is not None else "in RUN_B"
+    numbers = f"the loss of step {seen.step} is {seen.expected:.7g} in RUN_A and {seen.actual:.7g} {where}"
+    if seen.has_outputs or not seen.differ:
+        return numbers
+    return f"{numbers}; record both runs with --outputs to find the first module that differs"
 
 
 @describe_observation.register

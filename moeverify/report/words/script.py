@@ -29,7 +29,7 @@ _OWN_RULES = {
     "scaler.unscale_ before the clip",
     CallRule.SCALED_STEP: "the optimizer gets gradients that are multiplied by the loss scale {norm:g}: it steps "
     "without scaler.step or scaler.unscale_",
-    CallRule.EVAL: "all forward passes that are trained on run in evaluation mode, with {expected} dropout modules "
+    CallRule.EVAL: "all forward passes that are trained on run in evaluation mode, with {dropouts} "
     "off: no model.train() before them",
     CallRule.SAME_EPOCH: "the sampler shuffles epoch {expected} twice, so both have the same order: no "
     "sampler.set_epoch before the second",
@@ -64,8 +64,8 @@ def _(facts: MemberFacts, finding: Finding) -> Words:
         return Words("no optimizer has these parameters, so they are never updated", "optimizer", evidence)
     if facts.which == "replaced":
         cause = (
-            "no optimizer has these parameters, and those of the optimizer never get a gradient: it was built before "
-            "the model was wrapped, copied or moved"
+            "no optimizer has these parameters, and those that it has instead never get a gradient: it was built "
+            "before the model was wrapped, copied or moved"
         )
         return Words(cause, "optimizer", evidence)
     if facts.which == "idle":
@@ -135,8 +135,11 @@ def _(facts: CallFacts, finding: Finding) -> Words:
         return Words(cause, where, (f"it discarded gradients of norm {facts.norm:.6g}",))
     if facts.rule is CallRule.EARLY_CLIP:
         return Words(_describe_early_clip(facts), where, ())
+    if facts.rule is CallRule.SKIPPED_STEP:
+        return Words(_describe_skipped(facts, finding), where, ())
     if facts.rule in _OWN_RULES:
-        cause = _OWN_RULES[facts.rule].format(norm=facts.norm, expected=facts.expected)
+        dropouts = format_count(facts.expected, "dropout module")
+        cause = _OWN_RULES[facts.rule].format(norm=facts.norm, expected=facts.expected, dropouts=dropouts)
     elif facts.rule is CallRule.SCHEDULER:
         counts = [f"{number} times" if number != 1 else "once" for number in (facts.actual, facts.expected)]
         cause = f"the scheduler steps {counts[0]} per optimizer step, in RUN_A {counts[1]}"
@@ -145,6 +148,16 @@ def _(facts: CallFacts, finding: Finding) -> Words:
     else:
         cause = "gradients are clipped in one of the runs only"
     return Words(cause, where)
+
+
+def _describe_skipped(facts: CallFacts, finding: Finding) -> str:
+    other = next(rank for rank in finding.ranks if rank != finding.rank)
+    steps = format_count(finding.step + 1, "optimizer step")
+    return (
+        f"rank {finding.rank} ran {facts.actual} backward passes in {steps} "
+        f"and rank {other} {facts.expected}: rank {finding.rank} skips steps that rank {other} takes, or has more "
+        "micro-batches"
+    )
 
 
 def _describe_early_clip(facts: CallFacts) -> str:
@@ -203,10 +216,10 @@ def describe_note(about: str, run: str, text: str, rank: int) -> str:
 
 
 def describe_mixed_passes() -> str:
-    """Return that a replay could not restore the states of generators."""
+    """Return that a replay could not restore the random numbers of the ranks."""
     return (
-        "the replay did not restore generators: its forward passes have the rows of several passes of the ranks; "
-        "give it the same rows per pass to compare dropout and noise"
+        "the replay did not restore all random numbers: its forward passes have parts of passes of the ranks, or "
+        "draw numbers that do not belong to rows; give it the same rows per pass to compare dropout and noise"
     )
 
 

@@ -31,7 +31,6 @@ from moeverify.scripts.compare.calls import find_wrong_calls
 from moeverify.scripts.compare.code import ScriptCode
 from moeverify.scripts.compare.copies import find_copies
 from moeverify.scripts.compare.entries import Comparer
-from moeverify.scripts.compare.explain import explain_gradients, explain_norm
 from moeverify.scripts.compare.float_rows import add_float_rows
 from moeverify.scripts.compare.limits import (
     UNITS,
@@ -289,6 +288,9 @@ def _explain(comparer: Comparer, findings: list[Finding], precision: str) -> lis
     if forward:  # hypotheses on gradients are not tested if the outputs of modules differ already
         origins = forward
     elif gradients:
+        # Runs that match need none of the hypotheses, whose modules take as long to load as torch.
+        from moeverify.scripts.compare.explain import explain_gradients
+
         origins = explain_gradients(comparer, gradients, first, is_mixed=precision == "mixed")
     else:
         origins = [_explain_number(comparer, at_first[0], first)]
@@ -310,6 +312,8 @@ def _name_unequal_start(finding: Finding, places: Places, run: RecordedRun) -> F
 def _explain_number(comparer: Comparer, finding: Finding, step: int) -> Finding:
     if finding.check != CheckName.GRADIENT_NORM:
         return finding
+    from moeverify.scripts.compare.explain import explain_norm
+
     return finding.model_copy(update={"facts": explain_norm(comparer, step, finding.rank)})
 
 

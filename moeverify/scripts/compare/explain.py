@@ -18,12 +18,13 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.factor import Source
 from moeverify.results.finding import Finding
-from moeverify.results.observation import AmbiguousCount, HiddenByRounding
+from moeverify.results.observation import AmbiguousCount, HiddenByRounding, OtherPasses
 from moeverify.results.operation import Scaled
 from moeverify.results.script import NormFacts
 from moeverify.scripts.compare.batch import find_other_passes
 from moeverify.scripts.compare.calls import calls_of
 from moeverify.scripts.compare.entries import Comparer
+from moeverify.scripts.compare.losses import find_losses
 from moeverify.scripts.record.norm_parts import NormParts, choose_error
 
 
@@ -165,6 +166,7 @@ def explain_gradients(
         causes.append(DiagnosedCause(unexplained, None, unexplained[0]))
     origins, explained = make_origins(causes, findings, inputs)
     origins = [_add_passes(_drop_advice(origin), comparer, step) for origin in origins]
+    origins = [each if is_mixed else add_losses(each, comparer, step) for each in origins]
     origins = [note_ambiguous(origin, comparer, step) for origin in origins]
     rest = [finding for finding in findings if (finding.check, finding.tensor, finding.step) not in explained]
     return origins + [finding.model_copy(update={"follows": origins[0].tensor}) for finding in rest]
@@ -182,6 +184,15 @@ def _add_passes(finding: Finding, comparer: Comparer, step: int) -> Finding:
     if passes is None:
         return finding
     return finding.model_copy(update={"observations": (passes, *finding.observations)})
+
+
+def add_losses(finding: Finding, comparer: Comparer, step: int) -> Finding:
+    """Add the losses of both runs to an unexplained finding of the first step, if these are known."""
+    is_first = step == comparer.expected.steps[0] == comparer.actual.steps[0]
+    seen = find_losses(comparer.expected, comparer.actual, step) if finding.unexplained and is_first else None
+    if seen is None or any(isinstance(each, OtherPasses) for each in finding.observations):
+        return finding
+    return finding.model_copy(update={"observations": (seen, *finding.observations)})
 
 
 def _keep_known(cause: DiagnosedCause) -> DiagnosedCause:

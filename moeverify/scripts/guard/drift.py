@@ -17,25 +17,57 @@ def find_cause(
     records: Mapping[int, StepRecord],
     gradients: str,
     shared: Collection[str],
+    *,
+    right: Collection[str] = (),
+    has_parts: bool = False,
 ) -> DriftCause | None:
     """Return why replicas of a tensor differ after a step, or None if it is not known.
 
     `members` has the tensor's number by rank, and `gradients` compares their gradients (see `DriftFacts`).
-    `shared` are the modules whose weights are equal on these ranks.
+    `shared` are the modules whose weights are equal on these ranks, and `right` those of them where the
+    gradients of random weights are equal. `has_parts` says whether the ranks may
+    hold parts of other tensors, so that they are not data-parallel.
     """
     known = {rank: number for rank, number in members.items() if rank in records}
     if gradients == "equal":
         return _find_options(name, known, records) or _find_writers(known, records)
-    if gradients != "differ" or not exchange_activations(tuple(known), records):
+    if gradients != "differ" or not (has_parts or exchange_activations(tuple(known), records)):
         return None
     rows = [records[rank].rows for rank in known]
     losses = [records[rank].losses for rank in known]
     if not rows[0] or any(each != rows[0] for each in rows) or not all(losses):
         return None
-    module = _find_module(known, records, shared)
-    if module or not all(_are_close(losses[0], each) for each in losses):
-        return DriftCause(kind="forward", module=module)
-    return DriftCause(kind="backward")
+    return _compare_passes(name, known, records, shared, right)
+
+
+def _compare_passes(
+    name: str,
+    members: Mapping[int, int],
+    records: Mapping[int, StepRecord],
+    shared: Collection[str],
+    right: Collection[str],
+) -> DriftCause:
+    """Return why gradients differ on ranks with equal rows, from losses and outputs; see `find_cause`."""
+    losses = [records[rank].losses for rank in members]
+    unequal = _find_modules(members, records, shared)
+    first = unequal[0] if unequal else ""
+    if not all(_are_close(losses[0], each) for each in losses):
+        return DriftCause(kind="forward", module=first)
+    own, earlier = _find_earlier(name, records[min(members)])
+    if own not in unequal:
+        has_copies = not unequal and any(each in right for each in earlier)
+        return DriftCause(kind="parts" if has_copies else "backward", module=own if has_copies else "")
+    # A wrong value also reaches earlier modules, through the gradients of the layers around it.
+    is_known = [each in right or each in unequal for each in earlier if each in shared]
+    if is_known and all(is_known):
+        return DriftCause(kind="local", module=first)
+    return DriftCause(kind="forward", module=first, is_ambiguous=True)
+
+
+def _find_earlier(name: str, record: StepRecord) -> tuple[str, list[str]]:
+    """Return the module of a parameter, and those with outputs before it; no others if it has none."""
+    own, modules = name.rpartition(".")[0], list(dict.fromkeys(module for module, _ in record.outputs))
+    return own, modules[: modules.index(own)] if own in modules else []
 
 
 def _find_options(
@@ -52,8 +84,22 @@ def _find_options(
             values = one.options[option], two.options[option]
             if values[0] != values[1]:
                 site = two.sites.get(option, "")
-                return DriftCause(kind="option", option=option, values=values, ranks=(first, rank), site=site)
+                cause = DriftCause(
+                    kind="option", option=option, values=values, ranks=(first, rank), site=site
+                )
+                return _compare_schedules(cause, records)
     return None
+
+
+def _compare_schedules(cause: DriftCause, records: Mapping[int, StepRecord]) -> DriftCause:
+    """Return the cause with the numbers of scheduler steps on its ranks, if these differ."""
+    one, two = (
+        [call for call in records[rank].calls if call.name == "scheduler step"] for rank in cause.ranks
+    )
+    if len(one) == len(two):
+        return cause
+    changes = {"kind": "schedule", "counts": (len(one), len(two)), "site": (one or two)[0].site}
+    return cause.model_copy(update=changes)
 
 
 def _find_group(name: str, options: Sequence[Options]) -> Options | None:
@@ -66,19 +112,19 @@ def _find_writers(members: Mapping[int, int], records: Mapping[int, StepRecord])
     return DriftCause(kind="write", ranks=ranks) if ranks else None
 
 
-def _find_module(
+def _find_modules(
     members: Mapping[int, int], records: Mapping[int, StepRecord], shared: Collection[str]
-) -> str:
-    """Return the first of these modules with another largest output on one of the ranks, or an empty string."""
+) -> list[str]:
+    """Return those of these modules with another largest output on one of the ranks, in order of the calls."""
     outputs = [[each for each in records[rank].outputs if each[0] in shared] for rank in members]
+    found: dict[str, None] = {}
     for together in zip(*outputs, strict=False):
         if len({each for each, _ in together}) > 1:
-            return ""
-        name: str = together[0][0]
+            break
         first, *others = (value for _, value in together)
         if not all(_are_close((first,), (other,)) for other in others):
-            return name
-    return ""
+            found[together[0][0]] = None
+    return list(found)
 
 
 def _are_close(first: Sequence[float], second: Sequence[float]) -> bool:

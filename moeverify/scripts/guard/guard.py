@@ -76,6 +76,7 @@ class Guard(ModelListener):
         self._clips_by_torch = False
         self._target = 0
         self._num_bad = 0
+        self._num_backward = 0
         self._sampling = Sampling()
         atexit.register(self.close)
 
@@ -137,6 +138,7 @@ class Guard(ModelListener):
     def before_backward(self) -> None:
         """Measure the gradients that the previous step left; see `Listener`."""
         self._begin_step()
+        self._num_backward += 1
         self._collectives.note_backward()
         if self.is_sampled and not self._sampling.has_backward:
             self._sampling.kept = self.measure_gradients()
@@ -410,6 +412,7 @@ class Guard(ModelListener):
             partial=tuple(sampling.partial),
             forgotten=sampling.forgotten,
             is_idle=self._order.is_idle,
+            is_replaced=self._order.is_replaced,
             is_known_kind=sampling.is_known_kind,
             clips=sampling.list_clips(self._tensors),
             rows=tuple(sampling.rows),
@@ -419,6 +422,7 @@ class Guard(ModelListener):
             exchanged=sampling.exchanged,
             sums=sampling.sums,
             passes=self._stream.take(),
+            num_backward=self._num_backward,
             is_traced=sampling.is_traced,
             takes_any=sampling.takes_any,
             data_site=sampling.data_site,

@@ -11,7 +11,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.comparable import comparable
 from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftFacts, GuardCheck, NonfiniteFacts
-from moeverify.results.script import MemberFacts, ScriptCheck
+from moeverify.results.script import CallFacts, CallRule, MemberFacts, ScriptCheck
 from moeverify.results.step_facts import RecomputedFacts
 from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.exchange import Inbox
@@ -38,6 +38,7 @@ class Judge:
         self._copies: CopyRule
         self._done: set[object] = set()
         self._has_rows = False
+        self._lags = False  # whether a rank has skipped optimizer steps: other steps are then compared
         self._is_uneven = False  # whether ranks step their optimizers at different places
         self.num_steps = 0
         self.unjudged: dict[str, None] = {}
@@ -66,6 +67,9 @@ class Judge:
 
     def _judge(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         yield from self._find_bad(records)
+        if self._lags:
+            self.unjudged["later steps: ranks skip different optimizer steps"] = None
+            return
         yield from self._merge(records)
         sampled = {rank: record for rank, record in records.items() if record.ended}
         if not sampled:
@@ -89,7 +93,13 @@ class Judge:
             self.unjudged["replicas, data and norms of steps that some ranks did not finish"] = None
         if self._replicas is None or not is_complete:
             return
-        yield from self._find_collectives(sampled)
+        disorder, drift = list(self._find_collectives(sampled)), list(self._replicas.find(sampled))
+        lagging = find_lagging(sampled) if disorder or drift else None
+        if lagging is not None:
+            self._lags = True
+            yield lagging
+            return
+        yield from disorder
         yield from self._tokens.find(sampled)
         self._note_rows(list(sampled.values()))
         yield from self._copies.find(sampled)
@@ -99,7 +109,7 @@ class Judge:
         else:
             yield from self._norms.find(sampled)
             self.unjudged |= dict.fromkeys(self._norms.list_unjudged(sampled))
-        yield from self._replicas.find(sampled)
+        yield from drift
 
     def _note_rows(self, records: Sequence[StepRecord]) -> None:
         """Mention that no rows were seen, until some are: of a `forward` called directly, the first are unseen."""
@@ -133,7 +143,9 @@ class Judge:
             self._done.add("forgotten")
             ranks = tuple(rank for rank, record in records.items() if record.forgotten)
             first = records[ranks[0]]
-            yield _make_member_finding(first.step, ranks, names, "replaced" if first.is_idle else "missing")
+            yield _make_member_finding(
+                first.step, ranks, names, "replaced" if first.is_replaced else "missing"
+            )
 
     def _find_idle(self, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
         """Yield a finding if no optimizer of torch has got a gradient in the first sampled steps."""
@@ -206,6 +218,22 @@ def _make_member_finding(
 ) -> Finding:
     facts, error = MemberFacts(which=which, others=tuple(names[1:])), float(len(names))
     return make_finding(ScriptCheck.PARAMETERS, names[0], step, ranks, facts, error=error, rank=ranks[0])
+
+
+def find_lagging(records: Mapping[int, StepRecord]) -> Finding | None:
+    """Return a finding if a rank has run more backward passes than another for as many optimizer steps."""
+    counts = {rank: record.num_backward for rank, record in records.items()}
+    most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
+    number = sum(call.name == "backward" for call in records[least].calls)
+    more = counts[most] - counts[least]
+    if not more or not number or more % number:
+        return None
+    step = records[least].step
+    site = next((call.site for call in records[least].calls if call.name == "optimizer step"), "")
+    rule = CallRule.SKIPPED_STEP
+    facts = CallFacts(rule=rule, site=site, expected=counts[least], actual=counts[most])
+    ranks = tuple(sorted((most, least)))
+    return make_finding(ScriptCheck.CALLS, rule.value, step, ranks, facts, error=float(more), rank=most)
 
 
 def _has_backward(record: StepRecord) -> bool:

@@ -103,13 +103,14 @@ class StepRecord(Record):
     - `squares`: sums of squares of the local gradients at the optimizer step.
     - `before`: the same at the end of the last backward pass or before the clip.
     - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
-    - `forgotten`: names of the parameters that no optimizer has; `is_idle` if none has ever got a
-      gradient, and `is_known_kind` if all of them are recomputed.
+    - `forgotten`: names of the parameters that no optimizer has; `is_replaced` if optimizers hold an old copy
+      of them, `is_idle` if none has ever got a gradient, and `is_known_kind` if all of them are recomputed.
     - `losses`: values at which backward passes began.
     - `exchanged`: ranks of the groups on which a forward pass issued collectives of activations.
     - `sums`: reductions in forward passes.
     - `passes`: forward passes since the last record, whether or not their steps were sampled.
     - `is_traced`: whether `groups` has all collectives between two optimizer steps.
+    - `num_backward`: backward passes of the run until the end of the step, whether or not it was sampled.
     - `takes_any`: whether the rank received messages from any sender.
     - `data_site`: file:line that drew the batch.
     - `stepped`: hashes of the weights at the end of the optimizer's step, as `ended`.
@@ -130,6 +131,7 @@ class StepRecord(Record):
     partial: tuple[int, ...] = ()
     forgotten: tuple[str, ...] = ()
     is_idle: bool = False
+    is_replaced: bool = False
     is_known_kind: bool = True
     clips: tuple[ClipLine, ...] = ()
     rows: tuple[tuple[int, ...], ...] = ()
@@ -139,6 +141,7 @@ class StepRecord(Record):
     exchanged: tuple[tuple[int, ...], ...] = ()
     sums: tuple[SumLine, ...] = ()
     passes: tuple[PassHashes, ...] = ()
+    num_backward: int = 0
     is_traced: bool = True
     takes_any: bool = False
     data_site: str = ""

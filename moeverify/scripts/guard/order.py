@@ -6,6 +6,7 @@ A single violation is no error: a script may discard the gradients of a bad batc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,8 @@ class CallOrder:
     def __init__(self) -> None:
         self.has_scaler = False
         self.is_idle = True  # whether no optimizer has ever got a gradient
+        self.is_replaced = False  # whether optimizers hold an old copy of the parameters that have none
+        self._trained: set[int] = set()  # parameters that an optimizer has got a gradient of
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: set[int] = set()  # optimizers that have stepped in the current step
         self._stepped_before: set[int] = set()
@@ -68,11 +71,11 @@ class CallOrder:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
-        has_gradients = any(
-            each.grad is not None for group in optimizer.param_groups for each in group["params"]
-        )
-        self._has_gradients |= has_gradients
-        self.is_idle &= not has_gradients
+        given = (each for group in optimizer.param_groups for each in group["params"])
+        got = {id(each) for each in given if each.grad is not None}
+        self._trained |= got
+        self._has_gradients |= bool(got)
+        self.is_idle &= not got
         # Alternating optimizers leave gradients to each other, and zero them before use.
         if id(optimizer) in self._stepped_before:
             own = (kept.get(id(each), 0.0) for group in optimizer.param_groups for each in group["params"])
@@ -171,18 +174,21 @@ class CallOrder:
         """Return the names of the parameters that have gradients but no optimizer.
 
         Empty before the second sampled step, and if more than half of the parameters have no optimizer:
-        optimizers then hold copies of the parameters, which get gradients.
+        optimizers then hold copies of the parameters, which get gradients. Copies without gradients are
+        those of a model that was wrapped, copied or moved later.
         """
-        known = {
-            id(each)
-            for optimizer in self._optimizers.values()
-            for group in optimizer.param_groups
-            for each in group["params"]
-        }
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        known = {id(each): each for group in groups for each in group["params"]}
         others = [shard for shard in shards if id(shard.tensor) not in known]
-        if self._num_steps < _TIMES or (2 * len(others) > len(shards) and not self.is_idle):
+        if self._num_steps < _TIMES:
             return ()
-        return tuple(shard.name for shard in others if shard.tensor.grad is not None)
+        found = [shard for shard in others if shard.tensor.grad is not None]
+        old = Counter(tuple(each.shape) for key, each in known.items() if key not in self._trained)
+        new = Counter(tuple(shard.tensor.shape) for shard in found)
+        self.is_replaced = self.is_idle or 2 * (old & new).total() > len(found) > 0
+        if 2 * len(others) > len(shards) and not self.is_replaced:
+            return ()
+        return tuple(shard.name for shard in found)
 
 
 def _repeats(rows: Sequence[tuple[int, ...]]) -> bool:

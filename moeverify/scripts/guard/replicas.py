@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
@@ -17,6 +18,8 @@ _ROUNDING = (
 _SAME_SQUARE = 1e-6  # relative, for sums of squares from equal computations
 _MAIN = 1e-2  # relative to the largest distance
 _TIMES = 2  # sampled steps
+_Gradients = Literal["equal", "differ", "clipped apart", "unknown"]
+_Key = tuple[tuple[int, ...], _Gradients, bool, Literal["start", "update"]]  # with whether these are experts
 _NARROW = 2.0**-20  # a larger epsilon belongs to a 16-bit dtype, where any difference counts
 
 
@@ -175,12 +178,12 @@ class ReplicaRule:
         """Return a finding for each set of ranks whose replicas began to differ in this step."""
         if self._is_done:
             return []
-        found: dict[object, list[tuple[ReplicaSet, float]]] = {}
+        found: dict[_Key, list[tuple[ReplicaSet, float]]] = {}
         for replicas in self.equal:
             distance = _measure(replicas, records)
             if distance > (_ROUNDING if replicas.tensor.eps < _NARROW else 0.0):
                 gradients = _compare_gradients(replicas, records)
-                key = (replicas.ranks, gradients, is_expert(replicas.name), "update")
+                key: _Key = (replicas.ranks, gradients, is_expert(replicas.name), "update")
                 found.setdefault(key, []).append((replicas, distance))
         for replicas in self.unequal:
             # Gradients that are bitwise equal and nonzero were reduced over these ranks.
@@ -192,6 +195,9 @@ class ReplicaRule:
                     key = (replicas.ranks, gradients, is_expert(replicas.name), "start")
                     found.setdefault(key, []).append((replicas, _measure(replicas, records)))
         self._is_done = bool(found)
+        # A norm counts wrong gradients too, so ranks whose gradients differ also clip differently.
+        apart = {ranks for ranks, gradients, *_ in found if gradients == "differ"}
+        found = {key: sets for key, sets in found.items() if key[1] != "clipped apart" or key[0] not in apart}
         largest = max((distance for sets in found.values() for _, distance in sets), default=0.0)
         # Small differences are consequences of the wrong tensor, through a norm over all tensors for
         # example.
@@ -204,10 +210,9 @@ class ReplicaRule:
         ]
 
     def _explain(
-        self, key: object, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]
+        self, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]
     ) -> DriftCause | None:
         """Return the cause of the largest difference."""
-        assert isinstance(key, tuple)
         ranks, gradients, _, since = key
         if since != "update":
             return None
@@ -216,7 +221,13 @@ class ReplicaRule:
         apart = {each.name.rpartition(".")[0] for each in self.equal if each.name not in whole}
         shared = {name.rpartition(".")[0] for name in whole} - apart
         members = {member.rank: member.number for member in worst.members}
-        return find_cause(worst.name, members, records, gradients, shared)
+        has_parts = any(set(ranks) <= set(each.ranks) and each.tensor.is_varied for each in self.unequal)
+        alike = (each for each in self.equal if set(ranks) <= set(each.ranks) and each.tensor.is_varied)
+        same = [each for each in alike if _compare_gradients(each, records) in ("equal", "clipped apart")]
+        right = {each.name.rpartition(".")[0] for each in same}
+        return find_cause(
+            worst.name, members, records, gradients, shared, right=right & shared, has_parts=has_parts
+        )
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.
@@ -274,7 +285,7 @@ def _measure(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> float:
     return distance / norm if norm else 1.0
 
 
-def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> str:
+def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> _Gradients:
     gradients = [
         (records[member.rank].gradients[member.number], records[member.rank].squares[member.number])
         for member in replicas.members
@@ -298,9 +309,8 @@ def is_expert(name: str) -> bool:
 
 
 def _make_finding(
-    step: int, key: object, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
+    step: int, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
 ) -> Finding:
-    assert isinstance(key, tuple)
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
     facts = DriftFacts(

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moeverify.scripts.record.model import find_inputs, is_rows, list_parts
 from moeverify.train.calls.listener import is_inner_file
@@ -34,9 +34,10 @@ def find_draw(frame: FrameType | None, tensor: Tensor) -> str:
 def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
     """Return the tensors of the batch of a forward pass, each once, by a name that other runs have too.
 
-    These are the inputs of the model, and integers with as many rows as the first input, such as labels. The
-    integers are in variables of the functions between the draw of the batch and the call of the model.
-    Excluded are activations of other ranks, which need gradients.
+    These are the inputs of the model, and tensors with as many rows as the first input, such as labels or the
+    noise of a loss. The latter are in variables of the functions between the draw of the batch and the call
+    of the model. Excluded are activations of other ranks, which need gradients, and outputs of other modules:
+    an error in these must stay visible.
     """
     given = [(f"{INPUT}{name}", each) for name, each in find_inputs(frame) if _is_drawn(each)]
     if not given:
@@ -48,6 +49,11 @@ def list_batch(frame: FrameType | None) -> dict[str, Tensor]:
         # Variables come first: the place of a micro-batch in a list depends on the number of micro-batches.
         found += [(f"{name}.{key}", part) for name, value in found for key, part in list_parts(value)]
         given += [(name, part) for name, part in found if _is_drawn(part) and _is_beside(part, first)]
+        given += [
+            (f"{each.f_code.co_name}.{name}", value)
+            for name, value in each.f_locals.items()
+            if _is_drawn(value) and _is_noise(value, first) and not _calls_module(each, name)
+        ]
     once = {id(tensor): name for name, tensor in reversed(given)}
     return {name: tensor for name, tensor in given if once[id(tensor)] == name}
 
@@ -75,6 +81,31 @@ def _is_beside(tensor: Tensor, first: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return False
     return len(tensor) == len(first) or (tensor.ndim == 1 and tensor.numel() == first.numel())
+
+
+def _is_noise(tensor: Tensor, first: Tensor) -> bool:
+    return tensor.is_floating_point() and len(tensor) == len(first)
+
+
+def _calls_module(frame: FrameType, name: str) -> bool:
+    """Return whether a statement of the frame binds a variable to a value that a module computes."""
+    body = _read_body(frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno)
+    values = [value for each in body for _, value in _list_bindings(each, name)]
+    calls = (node for value in values for node in ast.walk(value) if isinstance(node, ast.Call))
+    variables = {**frame.f_globals, **frame.f_locals}
+    return any(_has_module(call.func, variables) for call in calls)
+
+
+def _has_module(function: ast.expr, variables: Mapping[str, Any]) -> bool:
+    """Return whether a called expression such as `self.teacher.encode` has a module in it."""
+    names: list[str] = []
+    while isinstance(function, ast.Attribute):
+        names.append(function.attr)
+        function = function.value
+    value = variables.get(function.id) if isinstance(function, ast.Name) else None
+    while names and not isinstance(value, nn.Module):
+        value = getattr(value, "__dict__", {}).get(names.pop())
+    return isinstance(value, nn.Module)
 
 
 def _find_frames(frame: FrameType | None, tensor: Tensor) -> tuple[list[FrameType], str]:
@@ -119,7 +150,7 @@ def _find_binding(frame: FrameType, name: str) -> int:
     A statement that computes the variable from itself, such as a move to a device, draws nothing.
     """
     body = _read_body(frame.f_code.co_filename, frame.f_code.co_name, frame.f_code.co_firstlineno)
-    lines = sorted(line for each in body for line in _list_bindings(each, name))
+    lines = sorted(line for each in body for line, _ in _list_bindings(each, name))
     before = [line for line in lines if line < frame.f_lineno]
     return (before or lines or [0])[-1]
 
@@ -140,8 +171,8 @@ def _read_body(file: str, function: str, first: int) -> tuple[ast.stmt, ...]:
     return ()
 
 
-def _list_bindings(statement: ast.stmt, name: str) -> Iterator[int]:
-    """Yield the lines at which a statement, or one inside of it, binds a variable to a new value."""
+def _list_bindings(statement: ast.stmt, name: str) -> Iterator[tuple[int, ast.expr]]:
+    """Yield (line, value) where a statement, or one inside of it, binds a variable to a new value."""
     if isinstance(statement, _Function | ast.ClassDef):
         return
     targets: list[ast.expr] = []
@@ -154,7 +185,7 @@ def _list_bindings(statement: ast.stmt, name: str) -> Iterator[int]:
         targets, value = [statement.target], statement.iter
     is_bound = any(_mentions(target, name) for target in targets)
     if is_bound and value is not None and not _mentions(value, name):
-        yield statement.lineno
+        yield statement.lineno, value
     for field in ("body", "orelse", "finalbody", "handlers"):
         for inner in getattr(statement, field, []):
             if isinstance(inner, ast.stmt):

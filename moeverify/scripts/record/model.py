@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard, logical_name, parameters
 from moeverify.parallel.regions.region import Region
+from moeverify.scripts.record.variables import name_by_variables
 from moeverify.train.calls.listener import find_site
 from moeverify.verification.compare.difference import hash_words
 
@@ -120,7 +121,7 @@ class WatchedModel:
         self._fragments.clear()
 
     def find_names(self, optimizer: Optimizer) -> None:
-        """Find the shards of the optimizer's parameters; name a parameter outside all modules by its group.
+        """Find the shards of the optimizer's parameters; name one outside all modules by its variable or group.
 
         FSDP1 replaces parameters while it runs, so all modules are searched again if a parameter is
         unknown. A module that was never called, but holds an unknown parameter, is searched too.
@@ -151,8 +152,12 @@ class WatchedModel:
             if not any(holder is owner for owner in self.owners):
                 self.owners.append(holder)
                 self.learn(holder)
+        left = [parameter for parameter in unknown.values() if id(parameter) not in self._shards]
+        taken = {shard.name for shard in self._shards.values()}
+        names = name_by_variables(left) if left else {}
+        names = {key: name for key, name in names.items() if name not in taken}
         for name, parameter in unknown.items():
-            whole = LocalShard(name, parameter, Region.whole(parameter.shape))
+            whole = LocalShard(names.get(id(parameter), name), parameter, Region.whole(parameter.shape))
             self._shards.setdefault(id(parameter), whole)
 
     def _join_owners(self) -> None:

@@ -68,6 +68,7 @@ class ScriptRecorder(ModelListener):
         self._forwards = (0, 0)  # step, and number of its training forward passes
         self._outputs = ModuleOutputs(self._open, settings.limit, self.fail) if settings.outputs else None
         self._replay: Replay | None = None
+        self._has_mixed_passes = False
         self._operators: StepOperators | None = None
         self._code: CodeRecorder | None = None
         if settings.operators is not None:
@@ -215,6 +216,8 @@ class ScriptRecorder(ModelListener):
     def _stop(self) -> None:
         self.is_active = False
         self.on_stop()
+        if self._replay is not None:
+            self._replay.leave_model()
         if self._outputs is not None:
             self._outputs.end()
             self._outputs.remove()
@@ -262,15 +265,30 @@ class ScriptRecorder(ModelListener):
         place = Pass(self.step, number, model)
         if self.settings.replay is not None:
             if self._replay is None:
-                self._replay = Replay(self.settings.replay)
+                self._replay = Replay(self.settings.replay, mixes=self._operators is None)
                 if self.find_rank()[1] > 1:
                     raise FormatError("batches were not replayed", "run the script on one device")
                 self._open().add(Note(about="replay", text=self._replay.describe()))
-            had_mixed = self._replay.has_mixed_passes
             self._replay.replace(place, batch)
-            if self._replay.has_mixed_passes and not had_mixed:
-                self._open().add(Note(about="mixed", step=self.step))
+            self._note_mixed_passes()
         keep_batch(self._open(), self.settings.limit, place, batch, frame)
+
+    def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """End the replay of random numbers with the pass of the model; see `Listener`."""
+        super().leave_module(module, inputs, output)
+        if not self.is_in_model:
+            self._end_replay()
+
+    @safely
+    def _end_replay(self) -> None:
+        if self._replay is not None:
+            self._replay.leave_model()
+            self._note_mixed_passes()
+
+    def _note_mixed_passes(self) -> None:
+        if self._replay is not None and self._replay.has_mixed_passes and not self._has_mixed_passes:
+            self._has_mixed_passes = True
+            self._open().add(Note(about="mixed", step=self.step))
 
     def take_model(self, module: nn.Module) -> None:
         """Register a model, and prepare it if it is new."""

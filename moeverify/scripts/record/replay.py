@@ -14,6 +14,7 @@ from torch import Tensor
 from moeverify.errors import FormatError
 from moeverify.scripts.record.draw import find_draw, is_input
 from moeverify.scripts.record.lines import Drawn
+from moeverify.scripts.record.mixed_draws import MixedDraws, States, read_states, set_states
 from moeverify.scripts.record.rank_file import RankFile
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 from moeverify.verification.compare.difference import fingerprint_bits
@@ -40,7 +41,7 @@ def keep_batch(
 
     Raises: OSError when writing fails.
     """
-    states = {f"{_GENERATOR}{name}": state for name, state in _read_generators().items()} if batch else {}
+    states = {f"{_GENERATOR}{name}": state for name, state in read_states().items()} if batch else {}
     for name, tensor in (*batch.items(), *states.items()):
         if tensor.numel() * tensor.element_size() <= limit:
             line = {"step": place.step, "forward": place.forward, "model": place.model, "name": name}
@@ -53,13 +54,17 @@ def keep_batch(
 class Replay:
     """The batches of all ranks in the order of their forward passes, and in a pass in the order of ranks.
 
-    Ranks with equal batches work on one batch together, which is replayed once. `has_mixed_passes` is
-    whether a pass had the rows of several recorded ones, whose generators cannot be replayed.
+    Ranks with equal batches work on one batch together, which is replayed once. `draws` is the mode for a
+    pass with the rows of several recorded ones. `has_mixed_passes` is whether a pass had only parts of
+    recorded ones, so that its generators cannot be replayed, or drew other numbers than for its rows. Without
+    `mixes` there is no such mode, for a pass within another mode.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mixes: bool = True) -> None:
+        self._mixes = mixes
         self.run = RecordedRun.read(folder)
         self.has_mixed_passes = False
+        self.draws: MixedDraws | None = None
         self._left: dict[_Key, list[tuple[RankRecord, Drawn, int]]] = {}
         for step in self.run.steps:
             self._left |= _list_sources(self.run, step)
@@ -81,21 +86,37 @@ class Replay:
         Raises: FormatError if the ranks drew too few rows, or rows of another shape.
         """
         new: list[tuple[Tensor, Tensor]] = []
-        sources: set[tuple[int, int]] = set()
+        sources: set[tuple[tuple[int, int], ...]] = set()
+        sizes: list[int] = []
         for name, tensor in batch.items():
             taken = list(self._take(place, name, tensor))
             if not taken:
                 continue  # a variable that the ranks did not have
-            is_whole = len(taken) == 1 and len(taken[0][2]) == taken[0][1].shape[0]
-            sources |= {(rank.rank, line.forward) if is_whole else (-1, -1) for rank, line, _ in taken}
+            is_whole = all(len(rows) == line.shape[0] for _, line, rows in taken)
+            sources.add(tuple((rank.rank, line.forward) for rank, line, _ in taken) if is_whole else ())
+            sizes = sizes or [len(rows) for _, _, rows in taken]
             values = torch.cat([rows for _, _, rows in taken])
             new.append((tensor, values.to(tensor.device, tensor.dtype)))
         for tensor, values in new:
             tensor.data = values
-        if len(sources) == 1 and (-1, -1) not in sources:
-            self._set_generators(place, *next(iter(sources)))
-        elif sources:
+        if len(sources) != 1 or () in sources:
+            self.has_mixed_passes |= bool(sources)
+            return
+        states = [self._read_states(place, *each) for each in sources.pop()]
+        if len(states) == 1:
+            set_states(states[0])
+        elif not self._mixes:
             self.has_mixed_passes = True
+        else:
+            self.draws = MixedDraws(sizes, states)
+            self.draws.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave_model(self) -> None:
+        """End the mode of a pass."""
+        if self.draws is not None:
+            self.draws.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.has_mixed_passes |= self.draws.has_others
+            self.draws = None
 
     def _take(self, place: Pass, name: str, tensor: Tensor) -> Iterator[tuple[RankRecord, Drawn, Tensor]]:
         """Yield the next `len(tensor)` rows of a tensor; nothing for a variable with too few rows."""
@@ -115,15 +136,17 @@ class Replay:
             if stop < line.shape[0]:
                 left.insert(0, (rank, line, stop))
 
-    def _set_generators(self, place: Pass, rank: int, forward: int) -> None:
-        for line in self.run.ranks[rank].drawn:
-            if (line.step, line.forward, line.model) == (place.step, forward, place.model):
-                device = line.name.removeprefix(_GENERATOR) if line.name.startswith(_GENERATOR) else ""
-                if device == "cpu":
-                    torch.set_rng_state(self.run.ranks[rank].read_drawn(line).clone())
-                elif device and torch.get_device_module(device).is_available():
-                    state = self.run.ranks[rank].read_drawn(line).clone()
-                    torch.get_device_module(device).set_rng_state(state)
+    def _read_states(self, place: Pass, rank: int, forward: int) -> States:
+        lines = (
+            line
+            for line in self.run.ranks[rank].drawn
+            if (line.step, line.forward, line.model) == (place.step, forward, place.model)
+        )
+        return {
+            line.name.removeprefix(_GENERATOR): self.run.ranks[rank].read_drawn(line)
+            for line in lines
+            if line.name.startswith(_GENERATOR)
+        }
 
 
 def _list_sources(run: RecordedRun, step: int) -> dict[_Key, list[tuple[RankRecord, Drawn, int]]]:
@@ -153,13 +176,3 @@ def _explain(
         f"rows {shapes} are left of those that the ranks of {run.folder} drew",
         "give one device as many rows in a step as all ranks together",
     )
-
-
-def _read_generators() -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        module = torch.get_device_module(device)
-        if device is not None and getattr(module, "is_initialized", lambda: True)():
-            states[device.type] = module.get_rng_state()
-    return states

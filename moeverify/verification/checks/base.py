@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -30,12 +30,14 @@ from moeverify.results.comparable import comparable
 from moeverify.results.facts import OwnStep
 from moeverify.results.finding import CheckResult, Finding, Worst
 from moeverify.results.load import ExpertLoad
-from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.bounds import Bounds, Parts
 from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.compare.assembled import Assembled, Coordinates, Key
 from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.golden.store import OwnResult, StoredGolden
+
+if TYPE_CHECKING:  # it imports every parallelism, and comparisons of recorded scripts need none
+    from moeverify.train.program import TrainingProgram
 
 R = TypeVar("R")
 

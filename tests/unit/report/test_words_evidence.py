@@ -33,6 +33,7 @@ from moeverify.results.observation import (
     LargestValue,
     NoValues,
     Observation,
+    OtherLosses,
     OtherPasses,
     RankValues,
     RelativeError,
@@ -59,6 +60,15 @@ LINES = [
         OtherPasses(step=0, expected=(8,), actual=(2, 2, 2, 2)),
         "forward passes of step 0: 1 of 8 rows in RUN_A, 4 of 2 rows in RUN_B; record RUN_A again with passes of 2 "
         "rows each, and compare with that",
+    ),
+    (
+        OtherLosses(step=0, expected=2.0, actual=2.5, differ=True, rank=1),
+        "the loss of step 0 is 2 in RUN_A and 2.5 on rank 1; record both runs with --outputs to find the first "
+        "module that differs",
+    ),
+    (
+        OtherLosses(step=0, expected=2.0, actual=2.0, differ=False),
+        "the loss of step 0 is 2 in RUN_A and 2 in RUN_B",
     ),
     (
         RightAlike(axis="tp", num_right=2, num_alike=3),

@@ -241,6 +241,19 @@ def test_parameters_that_no_optimizer_has_are_named_unless_it_has_copies() -> No
         assert order.find_forgotten(parameters(model)) == expected
 
 
+def test_an_old_copy_of_the_model_is_named_although_the_optimizer_trains_another_parameter() -> None:
+    model, old, extra = nn.Linear(2, 2), nn.Linear(2, 2), nn.Parameter(torch.ones(()))
+    (model(torch.ones(1, 2)).sum() * extra).backward()
+    order = CallOrder()
+    optimizer = torch.optim.SGD([*old.parameters(), extra], lr=0.1)
+    for _ in range(2):
+        order.see_step(optimizer, {})
+        order.end_step([], [])
+    assert order.find_forgotten(parameters(model)) == ("weight", "bias")
+    assert order.is_replaced
+    assert not order.is_idle
+
+
 def test_two_optimizers_of_one_class_are_told_from_two_groups_of_one() -> None:
     record = RankRecord(Header(rank=0, world_size=1, first=0, last=1), Path(), None)
     record.options = [

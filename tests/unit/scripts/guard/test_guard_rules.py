@@ -14,6 +14,7 @@ from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.scripts.record.lines import Options
+from moeverify.train.calls.call import LoopCall
 
 WHOLE = TensorLine(name="dense", shape=(4, 4), region="0:4,0:4", is_whole=True, eps=2.0**-23)
 PART = TensorLine(name="experts.up", shape=(2, 4, 4), region="0:2,0:4,0:4", is_whole=True, eps=2.0**-23)
@@ -173,6 +174,52 @@ def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str,
     assert cause is not None
     assert cause.kind == kind
     assert place in (cause.option, cause.ranks, cause.module)
+
+
+@pytest.mark.parametrize(
+    ("own", "right", "values", "kind"),
+    [
+        ("norm", {"stem"}, (1.0, 2.0), "local"),  # a part of the sequence on each rank
+        ("norm", {"stem"}, (1.0, 1.0), "parts"),  # parts that began as copies
+        ("norm", set(), (1.0, 1.0), "backward"),
+        ("norm", set(), (1.0, 2.0), "forward"),  # earlier modules are wrong too, through their gradients
+        ("stem", set(), (1.0, 2.0), "backward"),
+    ],
+)
+def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
+    own: str, right: set[str], values: tuple[float, float], kind: str
+) -> None:
+    outputs: list[object] = [(("stem", 1.0), ("norm", value)) for value in values]
+    records = make_records(rows=[((1, 2),)] * 2, losses=[(3.0,)] * 2, outputs=outputs)
+    shared = {"stem", "norm"}
+    cause = find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right, has_parts=True)
+    assert cause is not None
+    assert cause.kind == kind
+    # Ranks that hold no parts and exchange nothing are data-parallel.
+    assert find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right) is None
+
+
+def test_a_difference_by_the_norm_follows_from_gradients_that_differ() -> None:
+    apart: dict[str, list[object]] = {
+        "began": [(1, 2), (1, 2)],
+        "ended": [(4, 5), (40, 50)],
+        "gradients": [(7, 8), (70, 80)],
+        "projections": [((1.0,) * 4, (1.0,) * 4), ((2.0,) * 4, (2.0,) * 4)],
+        "before": [(1.0, 2.0), (1.0, 3.0)],
+    }
+    assert [facts.gradients for facts in find_drift(**apart)] == ["differ"]
+    apart["before"] = [(1.0, 2.0), (1.0, 2.0)]
+    assert [facts.gradients for facts in find_drift(**apart)] == ["clipped apart"] * 2
+
+
+def test_a_scheduler_that_one_rank_alone_steps_is_the_cause_of_another_learning_rate() -> None:
+    common = {"step": 0, "optimizer": "SGD", "number": 0, "names": ("dense",)}
+    options = [(Options.model_validate({**common, "options": {"lr": lr}}),) for lr in (0.1, 0.2)]
+    calls = [(LoopCall(step=0, name="scheduler step", site="train.py:7"),), ()]
+    records = make_records(options=options, calls=calls)
+    cause = find_cause("dense", {0: 0, 1: 0}, records, "equal", {"layer"})
+    assert cause is not None
+    assert (cause.kind, cause.counts, cause.site) == ("schedule", (1, 0), "train.py:7")
 
 
 def test_replicas_that_never_were_equal_are_known_by_their_equal_gradients() -> None:
