@@ -28,7 +28,7 @@ from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
 from moeverify.explain.relation import find_shared
-from moeverify.explain.same_line import name_number
+from moeverify.explain.same_line import find_alike, name_number
 from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
@@ -85,13 +85,15 @@ class Culprits:
         target, later = cause.targets[0], []
         if culprit.mechanism == "moved" and culprit.here.step >= 0:
             later = self._origins.list_later(next(iter(target.values.values())), target.mark)
+        is_number = culprit.mechanism == "number" and cause.repairs[0].kind != "number"  # a factor is named
+        is_scaled = culprit.mechanism == "scale" or is_number
         origins = self._upstream.find(
             cause,
             self._list_taken(cause),
             named,
             lacks=later,
             defines=culprit.mechanism not in _OF_TENSORS,
-            scaler=self._find_scaler(cause) if culprit.mechanism == "scale" else None,
+            scaler=self._find_scaler(cause) if is_scaled else None,
         )
         return culprit.model_copy(update={"origins": origins})
 
@@ -348,16 +350,14 @@ class Culprits:
         return found
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
-        """Return the operator that introduces a factor."""
-        return {
-            "mechanism": "scale",
-            "here": self._operation(maker),
-            "factor": factor,
-            "axes": self._name_factor(factor, maker),
-            "operand": -1,
-            "taken": None,
-            "others": (),
-        }
+        """Return the operator that introduces a factor, or the other number that it takes on one device."""
+        found = {"here": self._operation(maker), "operand": -1, "taken": None, "others": ()}
+        other = find_alike(self._alignment, self._one, maker)
+        if other is not None:
+            numbers = list_differences(self._joint.op(maker), other)
+            there = describe_op(self._one.program, other)
+            return found | {"mechanism": "number", "numbers": numbers, "there": there, "axes": ()}
+        return found | {"mechanism": "scale", "factor": factor, "axes": self._name_factor(factor, maker)}
 
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
         """Return fields for a module that returns another value than on the single device."""

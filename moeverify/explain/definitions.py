@@ -17,13 +17,13 @@ from typing import NamedTuple
 from moeverify.explain.evidence import DefiningLine, find_evidence
 from moeverify.explain.program import Site
 from moeverify.explain.python_values import Difference, Name, PythonValues
+from moeverify.explain.scopes import SourceCall, SourceScope
 from moeverify.explain.syntax import (
     RETURNED,
     Function,
     SourceFile,
     asks_layout,
     find_argument,
-    find_span,
     first_line,
     function_line,
     is_augmented,
@@ -51,26 +51,11 @@ _NAMES, _ALL = (ast.Name, ast.Attribute), (ast.expr,)
 
 
 @dataclass(frozen=True, eq=False)
-class _Scope:
-    """A function (None: a module) in which names are looked up, and the call that runs it, if known."""
-
-    file: SourceFile
-    function: Function | None
-    call: _Call | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    node: ast.Call
-    scope: _Scope
-
-
-@dataclass(frozen=True, eq=False)
 class _Use:
     """An expression whose names are to be followed. Assignments after `line` do not count."""
 
     node: ast.AST
-    scope: _Scope
+    scope: SourceScope
     line: int
 
 
@@ -78,7 +63,7 @@ class _Assigned(NamedTuple):
     """A value of an attribute, with the class that owns it and the target of the assignment, if known."""
 
     value: ast.expr
-    scope: _Scope
+    scope: SourceScope
     owner: str
     target: str = ""
 
@@ -88,7 +73,7 @@ class _Definition:
     """An expression that defines a value, or a member of it, and the name under which the value is recorded."""
 
     value: ast.expr
-    scope: _Scope
+    scope: SourceScope
     is_shown: bool = True
     name: Name | None = None
     is_member: bool = False
@@ -192,14 +177,14 @@ class Definitions:
         node = None if source is None else source.statement_at(line)
         if source is None or node is None:
             return []
-        scope = _Scope(source, source.function_of(node))
+        scope = SourceScope(source, source.function_of(node))
         parts = [node.iter] if isinstance(node, ast.For) else [node]
         return [_Use(each, scope, first_line(node)) for each in (*parts, *list_conditions(source, node))]
 
     def find_conditions(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which two calls of a stack run, those of the outer one first."""
         scopes = self._list_scopes(sites)[1::-1]
-        return [_site(scope, test) for node, scope in scopes for test in list_conditions(scope.file, node)]
+        return [scope.site(test) for node, scope in scopes for test in list_conditions(scope.file, node)]
 
     def find_members(self, sites: Sequence[Site]) -> list[Site]:
         """Return the conditions under which elements are in the lists that the calls of a stack take.
@@ -217,33 +202,33 @@ class Definitions:
             for node in list_loads(use.node):
                 if isinstance(node, ast.Name) and use.scope.function is not None:
                     for test in list_append_tests(use.scope.file, use.scope.function, node.id):
-                        yield _site(use.scope, test)
+                        yield use.scope.site(test)
                         called = [each for each in ast.walk(test) if isinstance(each, ast.Call)]
                         for call in called:
                             found = self._list_returned(call, _Use(test, use.scope, first_line(test)))
-                            yield from (_site(each.scope, each.value) for each in found)
+                            yield from (each.scope.site(each.value) for each in found)
                 if isinstance(node, ast.Attribute) and not is_of_self(node):
                     continue
                 for each in self._define(node, use):
                     tests = [test for made in getattr(each.value, "generators", ()) for test in made.ifs]
-                    yield from (_site(each.scope, test) for test in tests)
+                    yield from (each.scope.site(test) for test in tests)
                     if each.value not in seen:
                         seen.add(each.value)
                         waiting.append(_Use(each.value, each.scope, first_line(each.value)))
 
-    def _list_scopes(self, sites: Sequence[Site]) -> list[tuple[ast.AST, _Scope]]:
+    def _list_scopes(self, sites: Sequence[Site]) -> list[tuple[ast.AST, SourceScope]]:
         """Return the calls of a stack in user code, the innermost first, each with its function."""
-        found: list[tuple[ast.AST, _Scope]] = []
-        call: _Call | None = None
+        found: list[tuple[ast.AST, SourceScope]] = []
+        call: SourceCall | None = None
         for site in reversed(sites):
             file = self._files.get(site.file)
             node = file.find(site) if file is not None else None
             if file is None or node is None:
                 call = None
                 continue
-            scope = _Scope(file, file.function_of(node), call)
+            scope = SourceScope(file, file.function_of(node), call)
             found.append((node, scope))
-            call = _Call(node, scope) if isinstance(node, ast.Call) else None
+            call = SourceCall(node, scope) if isinstance(node, ast.Call) else None
         return found[::-1]
 
     def _follow(
@@ -293,7 +278,8 @@ class Definitions:
             nodes = [each for each in list_loads(use.node) if not isinstance(each, skipped)]
             for each in (definition for node in nodes for definition in self._define(node, use)):
                 key, line = (each.value, each.scope.function), first_line(each.value)
-                is_right = not isinstance(each.value, plain) and self._passes(each.scope.file.path, line)
+                is_plain_value = isinstance(each.value, plain) or self._is_number(each)
+                is_right = not is_plain_value and self._passes(each.scope.file.path, line)
                 if is_right or (each.is_member and values is None):
                     continue
                 is_equal = values is not None and each.name is not None and values.is_equal(each.name)
@@ -304,7 +290,7 @@ class Definitions:
                         same.users.append(user)
                     continue
                 passes, asked = isinstance(each.value, _NAMES), asks_layout(each.value)
-                users, site = [] if user is None else [user], _site(each.scope, each.value)
+                users, site = [] if user is None else [user], each.scope.site(each.value)
                 made = DefiningLine(site, self._compare(each, values), passes, asked, users)
                 seen[key] = made if made.difference is not None else None
                 is_chosen = isinstance(each.value, plain) and is_choice(each.scope.file, each.value)
@@ -314,6 +300,12 @@ class Definitions:
                 waiting.append((_Use(each.value, each.scope, line), made if made.difference else user))
         find_evidence([each for each in seen.values() if each is not None])
         return found
+
+    def _is_number(self, each: _Definition) -> bool:
+        """Return whether a name with a number is passed, also in a call that makes tensors."""
+        if self._values is None or each.name is None:
+            return False
+        return isinstance(each.value, _NAMES) and self._values.is_number(each.name)
 
     def _is_object(self, definition: _Definition) -> bool:
         """Return whether a definition makes a module or another object of the user's classes."""
@@ -348,7 +340,7 @@ class Definitions:
         elif isinstance(node, ast.Name):
             yield from self._list_name(node.id, use.scope, use.line)
 
-    def _list_name(self, name: str, scope: _Scope, line: int) -> Iterator[_Definition]:
+    def _list_name(self, name: str, scope: SourceScope, line: int) -> Iterator[_Definition]:
         function = scope.function
         if function is None and not self._has_modules:
             return
@@ -364,7 +356,7 @@ class Definitions:
             for at, value in assigned:
                 if at >= max(plain, default=0):
                     is_shown = not is_looped(scope.file, value)
-                    yield _Definition(value, scope, is_shown, _name(scope, value, name))
+                    yield _Definition(value, scope, is_shown, scope.key(value, name))
             stored = list_stored(body, name)
             yield from (_Definition(value, scope, is_member=is_member) for value, is_member in stored)
         elif function is not None and name in list_parameters(function):
@@ -373,13 +365,13 @@ class Definitions:
             outer = scope.file.function_of(function)
             # A function may use a name of its module that is assigned later than the function is defined.
             last = first_line(function) + 1 if outer is not None else sys.maxsize
-            yield from self._list_name(name, _Scope(scope.file, outer), last)
+            yield from self._list_name(name, SourceScope(scope.file, outer), last)
 
-    def _list_arguments(self, name: str, function: Function, scope: _Scope) -> Iterator[_Definition]:
+    def _list_arguments(self, name: str, function: Function, scope: SourceScope) -> Iterator[_Definition]:
         """Yield the arguments for a parameter in the known call of a function, or else in all calls by its name."""
         if isinstance(function, ast.Lambda):
             return
-        owner, names = _class_of(_Scope(scope.file, function)), list_parameters(function)
+        owner, names = SourceScope(scope.file, function).find_class(), list_parameters(function)
         for call in self._list_calls(function, owner) if scope.call is None else [scope.call]:
             is_bound = owner is not None and names[:1] in (["self"], ["cls"], ["ctx"])
             value = find_argument(call.node, name, names[is_bound:])
@@ -390,7 +382,7 @@ class Definitions:
 
     def _list_calls(
         self, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None
-    ) -> list[_Call]:
+    ) -> list[SourceCall]:
         """Return the calls of a function of a class, if any, by its name."""
         if owner is not None and function.name == "__init__":
             return self._calls.get(owner.name, [])
@@ -400,29 +392,30 @@ class Definitions:
             return [each for each in applied if ast.unparse(each.node.func).split(".")[-2:] == name]
         return self._calls.get(function.name, [])
 
-    def _list_attribute(self, node: ast.Attribute, scope: _Scope) -> Iterator[_Definition]:
+    def _list_attribute(self, node: ast.Attribute, scope: SourceScope) -> Iterator[_Definition]:
         """Yield the values assigned to an attribute, those of its class if that is known."""
         found = [
             each
             for each in self._attributes.get(node.attr, ())
             if self._is_executed(each.scope.file, each.value)
         ]
-        own = _name_class(node.value, scope)
+        own = scope.name_class(node.value)
         inside = [each for each in found if own and each.owner == own]
         is_all = all(isinstance(each.value, ast.Constant) for each in inside)
         for each in found if is_all else inside:
-            yield _Definition(each.value, each.scope, name=_name(each.scope, each.value, each.target))
+            yield _Definition(each.value, each.scope, name=each.scope.key(each.value, each.target))
 
     def _list_returned(self, node: ast.Call | ast.Subscript, use: _Use) -> Iterator[_Definition]:
         """Yield the values that a function of the user returns, if one executed function alone has its name."""
         func = node.func if isinstance(node, ast.Call) else None
-        call = _Call(node, use.scope) if isinstance(node, ast.Call) else None
+        call = SourceCall(node, use.scope) if isinstance(node, ast.Call) else None
         found = {
-            function: [_Definition(each, scope, name=_name(scope, each, RETURNED)) for each in returns]
+            function: [_Definition(each, scope, name=scope.key(each, RETURNED)) for each in returns]
             for file, function in self._functions.get(name_called(node), ())
-            if (returns := self._list_returns(file, function)) and (scope := _Scope(file, function, call))
+            if (returns := self._list_returns(file, function))
+            and (scope := SourceScope(file, function, call))
         }
-        own = _class_of(use.scope)
+        own = use.scope.find_class()
         if len(found) > 1 and isinstance(func, ast.Attribute) and is_of_self(func) and own is not None:
             found = {function: each for function, each in found.items() if function in own.body}
         yield from next(iter(found.values())) if len(found) == 1 else ()
@@ -442,12 +435,14 @@ class Definitions:
         return found
 
     @cached_property
-    def _calls(self) -> dict[str, list[_Call]]:
+    def _calls(self) -> dict[str, list[SourceCall]]:
         found = defaultdict(list)
         for file in self._files.values():
             for node in ast.walk(file.tree):
                 if isinstance(node, ast.Call):
-                    found[name_called(node)].append(_Call(node, _Scope(file, file.function_of(node))))
+                    found[name_called(node)].append(
+                        SourceCall(node, SourceScope(file, file.function_of(node)))
+                    )
         return found
 
     @cached_property
@@ -458,8 +453,8 @@ class Definitions:
             for node in ast.walk(file.tree):
                 for target, value in list_targets(node):
                     if isinstance(target, ast.Attribute):
-                        scope = _Scope(file, file.function_of(node))
-                        owner = _name_class(target.value, scope)
+                        scope = SourceScope(file, file.function_of(node))
+                        owner = scope.name_class(target.value)
                         found[target.attr].append(_Assigned(value, scope, owner, ast.unparse(target)))
                 if isinstance(node, ast.ClassDef):
                     fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -470,31 +465,3 @@ class Definitions:
                             if (passed := find_argument(call.node, name, names)) is not None:
                                 found[name].append(_Assigned(passed, call.scope, node.name))
         return found
-
-
-def _site(scope: _Scope, node: ast.expr) -> Site:
-    """Return the statement's line of an expression, with the expression as its span."""
-    name = getattr(scope.function, "name", "<lambda>") if scope.function is not None else "<module>"
-    parent = scope.file.parents.get(node)
-    shown = parent if isinstance(parent, ast.AugAssign) else node
-    return Site(scope.file.path, node.lineno, name, 0, find_span(shown))
-
-
-def _name(scope: _Scope, node: ast.AST, name: str) -> Name | None:
-    """Return the key under which the statement of a node is recorded to assign a name."""
-    return (scope.file.path, scope.file.statement_line(node), name) if name else None
-
-
-def _class_of(scope: _Scope) -> ast.ClassDef | None:
-    parent = scope.file.parents.get(scope.function) if scope.function is not None else None
-    return parent if isinstance(parent, ast.ClassDef) else None
-
-
-def _name_class(owner: ast.expr, scope: _Scope) -> str:
-    """Return the class of the object `owner`: that of `self` or `ctx`, or of an annotated parameter; else empty."""
-    name, own = getattr(owner, "id", ""), _class_of(scope)
-    if name in ("self", "ctx"):
-        return own.name if own is not None else ""
-    args = ast.walk(scope.function.args) if scope.function is not None else ()
-    found = (each.annotation for each in args if isinstance(each, ast.arg) and each.arg == name)
-    return str(getattr(next(found, None), "id", ""))

@@ -37,7 +37,10 @@ class DefiningLine:
         """Return whether the line makes a wrong value, of known operands or none."""
         if self.difference is None or (self.asks_layout and self.difference.is_integer):
             return False
-        return self.is_new or self.has_known or not (self.passes or self.difference.is_integer)
+        is_integer = self.difference.is_integer
+        # One of several definitions of a name may be equal, such as the first value of a product in a loop.
+        has_known = self.has_known and not (self.passes and is_integer)
+        return self.is_new or has_known or not (self.passes or is_integer)
 
 
 def find_evidence(found: Sequence[DefiningLine]) -> None:

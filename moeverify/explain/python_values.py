@@ -95,6 +95,11 @@ class PythonValues:
         made = self._list_made(name)
         return bool(made) and _OTHER not in str(made)
 
+    def is_number(self, name: Name) -> bool:
+        """Return whether a name has numbers alone on the ranks."""
+        made = self._list_made(name)
+        return bool(made) and all(isinstance(each, int | float) for each in made)
+
     def is_object(self, name: Name) -> bool:
         """Return whether a name has objects alone, other than tensors, such as a mesh or a module."""
         made = set(map(str, self._list_made(name)))

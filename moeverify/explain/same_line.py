@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import skip_moves
+from moeverify.explain.chains import multiplies, skip_moves
 from moeverify.explain.compare import is_right
-from moeverify.explain.counterparts import OneDevice, find_pair, pair_tensors
+from moeverify.explain.counterparts import Counterparts, OneDevice, find_pair, pair_tensors
 from moeverify.explain.describe import list_differences
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At
@@ -35,6 +35,14 @@ def name_number(alignment: Alignment, one: OneDevice, cause: OperatorCause) -> O
         found[maker] = other
     changed = Edit("number", tuple(found), edit.changes, found)
     return replace(cause, ops=list(found), repairs=[changed])
+
+
+def find_alike(alignment: Alignment, one: OneDevice, op: At) -> Op | None:
+    """Return the operator of one device that takes other numbers on the same line, or None."""
+    if not multiplies(alignment.joint, op):
+        return None
+    others = Counterparts(alignment, one).find(op)
+    return next((each for each in others if _is_alike(alignment, one, op, each)), None)
 
 
 def _is_alike(alignment: Alignment, one: OneDevice, mine: At, other: Op) -> bool:

@@ -20,8 +20,10 @@ from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
 _COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
-_OF_PARALLEL = re.compile(r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(")
-"""Calls of torch that only parallel code makes, and that run no operator."""
+_OF_PARALLEL = re.compile(
+    r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(|\.(device_mesh|placements)\b"
+)
+"""Calls and attributes of torch that only parallel code has, and that run no operator."""
 _MOST_CALLS = 3
 """Maximum number of calls around a line that are shown."""
 
