@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
-from moeverify.explain.joint import Changes
+from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import Program
 from moeverify.explain.record import Recorder
+from moeverify.explain.syntax import RETURNED
 from moeverify.explain.upstream import Upstream
 from moeverify.explain.user_lines import UserLines
 from moeverify.parallel.regions.region import Region
@@ -389,3 +391,47 @@ def test_the_only_branch_of_the_step_is_named_although_nothing_leads_from_it() -
 
     kinds = {kind for kind, expression in list_lines_of(run) if expression == 'state["scale"] = 3.0'}
     assert kinds & {"sole", "branch", "definition"}
+
+
+@pytest.mark.parametrize("returned", ["<object> group", "<object>"])
+def test_a_function_that_returns_groups_has_no_branches(returned: str) -> None:
+    def find(on_ranks: int) -> object:
+        if on_ranks:
+            on_ranks += 1
+        return on_ranks
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        find(on_ranks)
+        return (x.exp() @ WEIGHT).sin() * (1.0 + on_ranks)
+
+    ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
+    texts = Path(__file__).read_text().splitlines()
+    line = texts.index("        return on_ranks") + 1
+    ranks.names[0][__file__, line, RETURNED] = [returned]
+    lines = [expression for _, expression in list_lines([ranks], one)]
+    assert ("on_ranks += 1" in lines) == (returned == "<object>")
+
+
+@pytest.mark.parametrize(
+    "call", ["work.wait()", "module.no_sync()", "dist.barrier(group)", "x.device_mesh", "x.wait_all()"]
+)
+def test_calls_of_parallel_code_are_known_by_their_names(call: str, tmp_path: Path) -> None:
+    path = tmp_path / "step.py"
+    path.write_text(call + "\n")
+    ranks, one = (record_call(lambda x: x.exp(), x=make(8, 4)) for _ in range(2))
+    assert UserLines(Joint([ranks]), one).calls_parallel((str(path), 1)) == ("all" not in call)
+
+
+@pytest.mark.parametrize("allocates", [True, False])
+def test_a_branch_that_only_allocates_a_buffer_is_not_named(*, allocates: bool) -> None:
+    def prepare(x: Tensor, on_ranks: int) -> Tensor:
+        if on_ranks:
+            return torch.empty_like(x) if allocates else torch.ones_like(x)
+        return x
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        prepare(x, on_ranks)
+        return (x.exp() @ WEIGHT).sin() * (1.0 + on_ranks)
+
+    lines = [expression for _, expression in list_lines_of(run)]
+    assert any("torch.ones_like(x)" in line for line in lines) is not allocates

@@ -10,7 +10,9 @@ import torch
 from recordings import data_of, list_ops, make, record_call, result_of
 from torch import Tensor
 
+from moeverify.explain.align import Alignment
 from moeverify.explain.content import Elements, fingerprint, is_move, says_something
+from moeverify.explain.joint import Joint
 from moeverify.explain.program import Program
 
 
@@ -188,3 +190,16 @@ def test_one_element_of_a_column_has_a_fingerprint() -> None:
     one = torch.arange(16)[8::8]
     assert one.stride() == (8,)
     assert fingerprint(one) == fingerprint(torch.tensor([8]))
+
+
+@pytest.mark.parametrize(("step", "is_new"), [(-1, True), (0, False)])
+def test_weights_that_a_cast_rounds_are_numbers_of_their_own(step: int, *, is_new: bool) -> None:
+    drawn = make(6, 4)
+    program = record_call(lambda x: x.to(torch.float32).double().sin(), x=drawn)
+    for op in program.ops:
+        op.step = step
+    alignment = Alignment(Joint([program]), program)
+    rounded = list_ops(program, "_to_copy")[0].results[0]
+    found = alignment.elements.find(drawn.float().double(), lambda root: 0)
+    assert (found is not None) is is_new
+    assert (alignment.elements.sources[rounded] == frozenset((rounded,))) is is_new

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from moeverify.explain.definitions import Definitions
+from moeverify.explain.evidence import DefiningLine
 from moeverify.explain.lines import Lines
 from moeverify.explain.program import SETUP, Program, Site
 from moeverify.explain.python_values import Difference, PythonValues, encode
+from moeverify.explain.syntax import asks_layout
 
 SOURCE = """
 def depth_of(name, layers):
@@ -246,3 +249,41 @@ def test_a_name_of_modules_alone_is_one_of_objects() -> None:
         name for _, _, name in names if values.is_object(next(each for each in names if each[2] == name))
     ] == ["module"]
     assert not values.is_object(("a.py", 9, "other"))
+
+
+def test_names_with_process_groups_and_meshes_are_told_from_other_objects() -> None:
+    mesh = encode(object.__new__(DeviceMesh))
+    names = {
+        ("a.py", 1, "return"): [None, mesh],
+        ("a.py", 2, "mesh"): [mesh],
+        ("a.py", 3, "it"): [encode(object())],
+    }
+    values = PythonValues({}, [{0: names}])
+    assert set(values.list_groups()) == {("a.py", 1, "return"), ("a.py", 2, "mesh")}
+    assert [values.is_object(("a.py", line, name)) for line, name in ((2, "mesh"), (3, "it"))] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("made", "is_number"), [([2, 0.5], True), (["x"], False), ([2, None], False), ([], False)]
+)
+def test_a_name_with_numbers_alone_is_a_number(made: list[Any], *, is_number: bool) -> None:
+    name = ("a.py", 1, "x")
+    assert PythonValues({}, [{0: {name: made}}]).is_number(name) is is_number
+
+
+@pytest.mark.parametrize(("value", "is_made"), [("count * mesh.size()", False), ("count * 2", True)])
+def test_a_size_of_a_mesh_differs_in_a_right_layout_too(value: str, *, is_made: bool) -> None:
+    node = ast.parse(value, mode="eval").body
+    line = DefiningLine(
+        Site("a.py", 1, "f"),
+        Difference("2", "1", is_integer=True),
+        asks_layout=asks_layout(node),
+        has_known=True,
+    )
+    assert line.is_made is is_made
+
+
+def test_a_name_that_passes_on_an_integer_makes_none() -> None:
+    site, difference = Site("a.py", 1, "f"), Difference("2", "1", is_integer=True)
+    assert not DefiningLine(site, difference, passes=True, has_known=True).is_made
+    assert DefiningLine(site, Difference("0.5", "0.1"), passes=True, has_known=True).is_made

@@ -329,3 +329,31 @@ def test_a_number_that_changes_nothing_is_the_wrong_one_and_not_its_reader() -> 
     assert (culprit.mechanism, culprit.numbers, culprit.proved) == ("number", (("1.0", "0.8"),), True)
     assert culprit.here.line is not None
     assert culprit.here.line.expression == "x * (share / 5)"
+
+
+def test_a_factor_is_a_wrong_number_where_the_line_takes_another_one() -> None:
+    """The multiple of a right value is known, and only its reader seems wrong."""
+
+    def run(x: Tensor, heads: int) -> Tensor:
+        scores = x * (0.25 if heads == 5 else 0.35)
+        return scores.softmax(-1)
+
+    culprit, *_ = explain_call(run, 5, 4)
+    assert (culprit.mechanism, culprit.numbers) == ("number", (("0.25", "0.35"),))
+    assert culprit.here.line is not None
+    assert culprit.here.line.expression.startswith("x * (0.25")
+
+
+def test_a_number_that_a_call_passes_on_is_followed_to_its_definition() -> None:
+    """The line of the call makes a tensor, and its argument is a number."""
+
+    def attend(x: Tensor, scale: float) -> Tensor:
+        scores = x * scale
+        return scores.softmax(-1)
+
+    def run(x: Tensor, heads: int) -> Tensor:
+        scale = 1.25 / heads
+        return attend(x, scale)
+
+    culprit, *_ = explain_call(run, 5, 4)
+    assert [each.line.expression for each in culprit.origins][:1] == ["1.25 / heads"]

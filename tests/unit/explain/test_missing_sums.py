@@ -1,0 +1,69 @@
+"""Reductions that ranks lack: of counts behind a wrong operand, of cut parts of sums, and the operations before."""
+
+from __future__ import annotations
+
+import torch
+from recordings import find_input, list_ops, make, record_call
+from torch import Tensor
+
+from moeverify.explain.align import Alignment
+from moeverify.explain.chains import skip_sums
+from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.culprits import Culprits
+from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Joint
+from moeverify.explain.part_edits import list_part_edits
+
+GROUPS = {"dp": [[0, 1]]}
+X = make(6, 4)
+TARGETS = [torch.tensor([1, -1, 3, 4, -1]), torch.tensor([0, -1, -1, 2, -1])]
+
+
+def divide(x: Tensor, targets: Tensor) -> Tensor:
+    return x.sin() / (targets >= 0).sum()
+
+
+def explain(targets: list[Tensor], groups: dict[str, list[list[int]]]) -> Explainer:
+    ranks = [record_call(divide, x=X, targets=each) for each in targets]
+    return Explainer(ranks, record_call(divide, x=X, targets=torch.cat(TARGETS)), 0, (), groups)
+
+
+def test_a_count_that_is_not_summed_over_ranks_is_named_with_the_axis() -> None:
+    explainer = explain(TARGETS, GROUPS)
+    (cause,) = explainer.explain(20.0)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.here.operator, culprit.axes) == ("unreduced", "sum", ("dp",))
+    assert culprit.repaired == ("loss/total",)
+
+
+def test_no_sum_is_named_that_does_not_give_the_right_count() -> None:
+    explainer = explain([TARGETS[0], TARGETS[0]], GROUPS)
+    assert "unreduced" not in [edit.kind for cause in explainer.explain(20.0) for edit in cause.repairs]
+
+
+def test_a_value_without_counterpart_is_made_before_it_was_copied() -> None:
+    program = record_call(lambda x: (x * 3.0).clone().view(4, 6).sin(), x=X)
+    joint = Joint([program])
+    (sine,) = list_ops(program, "sin")
+    (product,) = list_ops(program, "mul")
+    assert skip_sums(joint, joint.own_reads((0, sine.number))[0]) == (0, product.results[0])
+    assert skip_sums(joint, find_input(program, "x")) == find_input(program, "x")
+
+
+def test_a_part_of_a_sum_is_replaced_in_all_calls_of_the_line_that_cuts_it() -> None:
+    def cut(part: Tensor) -> Tensor:
+        whole = part * 2.0
+        pieces = [whole[first : first + 2] for first in (0, 2, 4)]
+        return torch.stack([piece.sin() for piece in pieces])
+
+    part = make(6, 4, seed=1)
+    ranks = [record_call(cut, part=each) for each in (part, X - part)]
+    alignment = Alignment(Joint(ranks), record_call(cut, part=X))
+    first = list_ops(ranks[0], "sin")[0].number
+    edits = list(
+        list_part_edits(alignment, OneDevice(alignment.one, alignment.elements), [(0, first), (1, first)])
+    )
+    cuts = [op.number for op in list_ops(ranks[0], "slice")]
+    (edit,) = [each for each in edits if len(each.ops) > 2]
+    assert edit.ops == tuple((rank, number) for rank in (0, 1) for number in cuts)
+    assert all(torch.allclose(value, X * 2.0) for value in edit.changes.values.values())
