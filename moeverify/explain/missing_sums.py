@@ -17,7 +17,7 @@ from moeverify.explain.compare import is_right
 from moeverify.explain.content import is_move
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Execution
-from moeverify.explain.regroup import Groups, list_reductions, list_regroupings
+from moeverify.explain.regroup import OF_OPERATORS, Groups, list_reductions, list_regroupings
 
 _MOST = 12
 """Maximum number of operators before the operand whose results are reduced."""
@@ -26,18 +26,20 @@ _MOST = 12
 def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: Execution) -> Iterator[Edit]:
     """Yield reductions of earlier values that give the operators of an edit the operands that it inserts.
 
-    The nearest values come first. A collective is executed over other ranks.
+    The results of collectives come first, then the nearest values. A collective is executed over other ranks.
     """
     joint, wanted = alignment.joint, edit.changes.values
-    if edit.kind != "operand" or not wanted:
-        return
+    first = next(iter(wanted), None)
+    known = alignment.find(first) if edit.kind == "operand" and first is not None else None
+    if edit.kind != "operand" or first is None or (known is not None and known.ids is not None):
+        return  # elements of one device are in a wrong place, and no sum is missing
 
     def reads(op: At) -> list[At]:
         taken = list_of_step(joint, joint.own_reads(op))
         return [at for at in taken if not (alignment.tells(at) and alignment.is_right(at))]
 
-    first = next(iter(wanted))
-    for op in walk_back(joint, [joint.maker(first)], reads, _MOST):
+    ops = list(walk_back(joint, [joint.maker(first)], reads, _MOST))
+    for op in sorted(ops, key=lambda op: joint.op(op).meeting is None):
         recorded = joint.op(op)
         is_view = any(joint.value(at).alias >= 0 for at in joint.results(op))
         if recorded.meeting is None and (is_view or is_move(recorded)):
@@ -47,6 +49,11 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
             list_regroupings(alignment, groups, group, widens=True),
             list_reductions(alignment, groups, [op], of_collectives=True),
         ):
+            if each.kind == "unreduced" and each.numbers[0][0] not in (
+                "sum",
+                OF_OPERATORS.get(recorded.short),
+            ):
+                continue
             done = joint.execute(each.changes, list(wanted), state)
             if all(at not in done.tainted and _is_same(done.data(at), right) for at, right in wanted.items()):
                 yield each

@@ -23,7 +23,7 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda parts: parts.double().mean(0),
 }
 """Reductions over the ranks of a group, of their values stacked in dim 0."""
-_OF_OPERATORS = {"amax": "maximum", "max": "maximum", "amin": "minimum", "min": "minimum", "mean": "mean"}
+OF_OPERATORS = {"amax": "maximum", "max": "maximum", "amin": "minimum", "min": "minimum", "mean": "mean"}
 """Reductions that continue an operator over ranks. They are tried first: others may repair later results, too."""
 
 
@@ -89,7 +89,7 @@ def list_reductions(
         maker = joint.op(joint.maker(value))
         if (maker.meeting is not None and not of_collectives) or maker.step < 0:
             continue
-        usual = _OF_OPERATORS.get(maker.short, "sum")
+        usual = OF_OPERATORS.get(maker.short, "sum")
         reductions = sorted(_REDUCTIONS.items(), key=lambda each: each[0] != usual)
         every = alignment.siblings(value)
         first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
