@@ -146,32 +146,50 @@ def name_called(node: ast.Call | ast.Subscript) -> str:
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
-def walk_own(function: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function without those of functions inside it."""
-    for child in ast.iter_child_nodes(function):
+@lru_cache(maxsize=1024)
+def walk_own(function: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the nodes of a function without those of functions inside it."""
+    return tuple(_walk_own(function))
+
+
+def _walk_own(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
         if not isinstance(child, FUNCTIONS):
             yield child
-            yield from walk_own(child)
+            yield from _walk_own(child)
+
+
+@lru_cache(maxsize=1024)
+def _list_all_targets(function: ast.AST) -> tuple[tuple[ast.expr, ast.expr], ...]:
+    """Return (target, expression) of all assignments and loops of a function. Each name is looked up in turn."""
+    return tuple(pair for node in walk_own(function) for pair in list_targets(node))
 
 
 def list_assigned(function: ast.AST, name: str) -> Iterator[tuple[int, ast.expr]]:
     """Yield (line, expression) of each assignment to a local name."""
-    for node in walk_own(function):
-        for target, value in list_targets(node):
-            if isinstance(target, ast.Name) and target.id == name:
-                yield first_line(value), value
+    for target, value in _list_all_targets(function):
+        if isinstance(target, ast.Name) and target.id == name:
+            yield first_line(value), value
 
 
 def list_stored(function: ast.AST, name: str) -> Iterator[tuple[ast.expr, bool]]:
     """Yield the keys and values that are stored in a local list or dictionary, and whether they are appended."""
+    yield from (
+        (each, is_appended) for owner, each, is_appended in _list_all_stored(function) if owner == name
+    )
+
+
+@lru_cache(maxsize=1024)
+def _list_all_stored(function: ast.AST) -> tuple[tuple[str, ast.expr, bool], ...]:
+    """Return (name of a list or dictionary, key or value, whether it is appended) of a function."""
+    found: list[tuple[str, ast.expr, bool]] = []
     for node in walk_own(function):
-        if isinstance(node, ast.Call) and _is_append(node, name):
-            yield from ((each, True) for each in node.args)
+        if isinstance(node, ast.Call):
+            found += ((name, each, True) for name in _list_extended(node) for each in node.args)
         for target, value in list_targets(node):
-            if not (isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name)):
-                continue
-            if target.value.id == name:
-                yield from ((target.slice, False), (value, False))
+            if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+                found += ((target.value.id, each, False) for each in (target.slice, value))
+    return tuple(found)
 
 
 def is_of_self(node: ast.Attribute) -> bool:
@@ -181,18 +199,18 @@ def is_of_self(node: ast.Attribute) -> bool:
 def list_append_tests(file: SourceFile, function: Function, name: str) -> Iterator[ast.expr]:
     """Yield the conditions under which a function appends to a local list."""
     for node in walk_own(function):
-        if isinstance(node, ast.Call) and _is_append(node, name):
+        if isinstance(node, ast.Call) and name in _list_extended(node):
             owner = getattr(node.func, "value", None)
             if isinstance(owner, ast.IfExp):
                 yield owner.test
             yield from list_conditions(file, node)
 
 
-def _is_append(node: ast.Call, name: str) -> bool:
-    """Return whether a call appends to a list with a name, or to a member of it."""
+def _list_extended(node: ast.Call) -> set[str]:
+    """Return the names of the lists to which a call appends, or whose members it extends."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("append", "add", "extend"):
-        return False
-    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node.func.value))
+        return set()
+    return {each.id for each in ast.walk(node.func.value) if isinstance(each, ast.Name)}
 
 
 def list_targets(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
@@ -236,6 +254,7 @@ _OF_LAYOUT = frozenset(
 """Calls of torch.distributed that return sizes and ranks of meshes and groups."""
 
 
+@lru_cache(maxsize=4096)
 def asks_layout(node: ast.expr) -> bool:
     """Return whether an expression asks a mesh or group for a size or rank."""
     calls = (each for each in ast.walk(node) if isinstance(each, ast.Call))
