@@ -40,20 +40,22 @@ def _list_moved_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) 
     for at in joint.own_reads(ops[0]):
         source, moves = skip_moves(joint, at), list_chain(joint, [at])
         cut = next((each for each in moves if source in joint.own_reads(each)), None)
-        if cut is None or _find_total(alignment, one, source) is None or _line(joint, cut) in seen:
+        line = None if cut is None else _line(joint, cut)
+        if line is None or line in seen or _find_total(alignment, one, source) is None:
             continue
-        seen.add(_line(joint, cut))
-        changes, cuts = Changes(), list[At]()
-        for rank, program in enumerate(joint.programs):
-            for number in (op.number for op in program.ops if op.name == joint.op(cut).name):
-                total = None
-                if _line(joint, (rank, number)) == _line(joint, cut):
-                    (taken, *_) = joint.own_reads((rank, number))
-                    total = _find_total(alignment, one, taken)
+        seen.add(line)
+        changes, cuts = Changes(), dict[At, None]()
+        ops_of_ranks = (
+            (rank, op.number) for rank, program in enumerate(joint.programs) for op in program.ops
+        )
+        for op in (each for each in ops_of_ranks if _line(joint, each) == line):
+            for taken in joint.own_reads(op):
+                total = _find_total(alignment, one, taken)
                 if total is not None:
                     changes.values[taken] = total
-                    cuts.append((rank, number))
-        yield Edit("total", tuple(cuts), changes, {}, (0,))
+                    cuts[op] = None
+        if cuts:
+            yield Edit("total", tuple(cuts), changes, {}, (0,))
 
 
 def _line(joint: Joint, op: At) -> object:
