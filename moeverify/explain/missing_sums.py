@@ -47,7 +47,7 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
         group = list_group(alignment, op)
         for each in itertools.chain(
             list_regroupings(alignment, groups, group, widens=True),
-            list_reductions(alignment, groups, [op], of_collectives=True),
+            list_reductions(alignment, groups, [op], has_all=True),
         ):
             if each.kind == "unreduced" and each.numbers[0][0] not in (
                 "sum",

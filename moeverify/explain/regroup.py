@@ -75,25 +75,26 @@ def _regroup(
 
 
 def list_reductions(
-    alignment: Alignment, groups: Groups, ops: Sequence[At], *, of_collectives: bool = False
+    alignment: Alignment, groups: Groups, ops: Sequence[At], *, has_all: bool = False
 ) -> Iterator[Edit]:
     """Yield edits that reduce the results of operators, or the values that they take, over a mesh axis.
 
     First the values of all calls at a place are reduced, then those of the first call alone, as later calls may
-    take its result. Values that are equal on the ranks of an axis need no reduction. With `of_collectives`, results
-    of collectives are reduced over a further axis, too.
+    take its result. Values that are equal on the ranks of an axis need no reduction. With `has_all`, integers are
+    reduced, too, and results of collectives over a further axis.
     """
     joint = alignment.joint
     taken = (skip_moves(joint, at) for at in joint.own_reads(ops[0]))
     for value in dict.fromkeys([*joint.results(ops[0]), *taken]):
         maker = joint.op(joint.maker(value))
-        if (maker.meeting is not None and not of_collectives) or maker.step < 0:
+        if (maker.meeting is not None and not has_all) or maker.step < 0:
             continue
         usual = OF_OPERATORS.get(maker.short, "sum")
         reductions = sorted(_REDUCTIONS.items(), key=lambda each: each[0] != usual)
         every = alignment.siblings(value)
         first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
-        for values in dict.fromkeys((tuple(every), tuple(first))):
+        is_floating = joint.value(value).is_floating
+        for values in dict.fromkeys((tuple(every), tuple(first))) if is_floating or has_all else ():
             makers = tuple(map(joint.maker, values))
             for axis, parts in groups.items():
                 for name, reduce in reductions:

@@ -1,4 +1,4 @@
-"""Reductions that ranks lack: of counts behind a wrong operand, of cut parts of sums, and the operations before."""
+"""Reductions that ranks lack, of counts behind a wrong operand, and the operations that computed a value."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import torch
 from recordings import find_input, list_ops, make, record_call
 from torch import Tensor
 
-from moeverify.explain.align import Alignment
 from moeverify.explain.chains import skip_sums
-from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Joint
-from moeverify.explain.part_edits import list_part_edits
 
 GROUPS = {"dp": [[0, 1]]}
 X = make(6, 4)
@@ -48,22 +45,3 @@ def test_a_value_without_counterpart_is_made_before_it_was_copied() -> None:
     (product,) = list_ops(program, "mul")
     assert skip_sums(joint, joint.own_reads((0, sine.number))[0]) == (0, product.results[0])
     assert skip_sums(joint, find_input(program, "x")) == find_input(program, "x")
-
-
-def test_a_part_of_a_sum_is_replaced_in_all_calls_of_the_line_that_cuts_it() -> None:
-    def cut(part: Tensor) -> Tensor:
-        whole = part * 2.0
-        pieces = [whole[first : first + 2] for first in (0, 2, 4)]
-        return torch.stack([piece.sin() for piece in pieces])
-
-    part = make(6, 4, seed=1)
-    ranks = [record_call(cut, part=each) for each in (part, X - part)]
-    alignment = Alignment(Joint(ranks), record_call(cut, part=X))
-    first = list_ops(ranks[0], "sin")[0].number
-    edits = list(
-        list_part_edits(alignment, OneDevice(alignment.one, alignment.elements), [(0, first), (1, first)])
-    )
-    cuts = [op.number for op in list_ops(ranks[0], "slice")]
-    (edit,) = [each for each in edits if len(each.ops) > 2]
-    assert edit.ops == tuple((rank, number) for rank in (0, 1) for number in cuts)
-    assert all(torch.allclose(value, X * 2.0) for value in edit.changes.values.values())
