@@ -16,6 +16,11 @@ _MASK_DEPTH = 3
 """Maximum number of operators between a mask and floating-point numbers computed from it."""
 
 
+def is_copied(joint: Joint, at: At) -> bool:
+    """Return whether a value is a view of another one, or consists of elements of others."""
+    return joint.value(at).alias >= 0 or is_move(joint.op(joint.maker(at)))
+
+
 def is_passing(joint: Joint, op: At) -> bool:
     """Return whether an operator only moves elements, or computes only with integers and masks.
 
@@ -26,8 +31,8 @@ def is_passing(joint: Joint, op: At) -> bool:
         return False
     if recorded.meeting is not None:
         return recorded.name.partition(".")[2] in MOVING
-    value = joint.value((op[0], recorded.results[0]))
-    if value.alias >= 0 or is_move(recorded) or not value.is_floating:
+    made = op[0], recorded.results[0]
+    if is_copied(joint, made) or not joint.value(made).is_floating:
         return True
     values = [at for at in joint.reads(op) if not is_of_masks(joint, at)]
     return not values if recorded.short.rstrip("_") != "mul" else len(values) < len(list(recorded.reads()))
@@ -68,10 +73,9 @@ def skip_moves(joint: Joint, at: At) -> At:
 def skip_sums(joint: Joint, at: At) -> At:
     """Follow moves and collectives back to the value that the rank itself computed."""
     for _ in range(_LONGEST):
-        op = joint.op(joint.maker(at))
-        is_passed = op.meeting is not None or is_move(op) or joint.value(at).alias >= 0
-        sources = joint.own_reads(joint.maker(at))
-        if not is_passed or len(sources) != 1:
+        maker = joint.maker(at)
+        sources = joint.own_reads(maker)
+        if len(sources) != 1 or not (joint.op(maker).meeting is not None or is_copied(joint, at)):
             break
         at = sources[0]
     return at

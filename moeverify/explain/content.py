@@ -206,9 +206,10 @@ class Elements:
         op = self._one.ops[value.op]
         if is_blank(op):
             return None  # uninitialized memory holds arbitrary numbers
-        taken = [self._one.values[each].data for each in op.reads()]
-        is_rounded = op.step < 0 and is_rounding(value.data, taken)
-        if (value.alias >= 0 or is_move(op)) and not is_rounded:
+        is_moved = value.alias >= 0 or is_move(op)
+        if is_moved and op.step < 0:
+            is_moved = not is_rounding(value.data, (self._one.values[each].data for each in op.reads()))
+        if is_moved:
             made = move(op, self._operand)
             place = op.results.index(number) if number in op.results else 0
             if made is not None and place < len(made) and made[place].shape == value.data.shape:

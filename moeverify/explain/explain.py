@@ -17,9 +17,8 @@ from typing import get_args
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import list_chain
+from moeverify.explain.chains import is_copied, list_chain
 from moeverify.explain.compare import relative_error
-from moeverify.explain.content import is_move
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
 from moeverify.explain.edit import Edit, Keys
@@ -192,8 +191,7 @@ class Explainer:
         while True:
             op = self.joint.op(self.joint.maker(found[-1]))
             sources = list(op.reads())
-            is_copy = is_move(op) or self.joint.value(found[-1]).alias >= 0
-            if not is_copy or len(sources) != 1 or op.meeting is not None:
+            if not is_copied(self.joint, found[-1]) or len(sources) != 1 or op.meeting is not None:
                 return found
             source = (at[0], sources[0])
             if math.prod(self.joint.value(source).shape) != math.prod(self.joint.value(at).shape):

@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_group, list_of_step, walk_back
+from moeverify.explain.chains import is_copied, list_group, list_of_step, walk_back
 from moeverify.explain.compare import is_right
-from moeverify.explain.content import is_move
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Execution
 from moeverify.explain.regroup import OF_OPERATORS, Groups, list_reductions, list_regroupings
@@ -41,8 +40,7 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
     ops = list(walk_back(joint, [joint.maker(first)], reads, _MOST))
     for op in sorted(ops, key=lambda op: joint.op(op).meeting is None):
         recorded = joint.op(op)
-        is_view = any(joint.value(at).alias >= 0 for at in joint.results(op))
-        if recorded.meeting is None and (is_view or is_move(recorded)):
+        if recorded.meeting is None and any(is_copied(joint, at) for at in joint.results(op)):
             continue
         group = list_group(alignment, op)
         for each in itertools.chain(

@@ -25,7 +25,7 @@ _OTHER = "<object>"
 """Data of objects that are not compared, such as modules and meshes."""
 _TENSOR = f"{_OTHER} tensor"
 _GROUP = f"{_OTHER} group"
-_NAMED = {torch.Tensor: _TENSOR, dist.ProcessGroup: _GROUP, DeviceMesh: _GROUP}
+_GROUPS = (dist.ProcessGroup, DeviceMesh)
 
 
 class Difference(NamedTuple):
@@ -58,7 +58,7 @@ def encode(value: Any, depth: int = _DEPTH) -> Any:
         size, members = found
         kept = tuple(encode(each, depth - 1) for each, _ in zip(members, range(_MOST_MEMBERS), strict=False))
         return size, tuple(sorted(kept, key=repr)) if issubclass(kind, set | frozenset) else kept
-    return next((name for each, name in _NAMED.items() if issubclass(kind, each)), _OTHER)
+    return _TENSOR if issubclass(kind, torch.Tensor) else _GROUP if issubclass(kind, _GROUPS) else _OTHER
 
 
 def _list_members(value: Any) -> tuple[int, Iterable[object]] | None:
@@ -105,11 +105,10 @@ class PythonValues:
         made = set(map(str, self._list_made(name)))
         return bool(made) and made <= {_OTHER, _GROUP}
 
-    def list_groups(self) -> Iterator[Name]:
-        """Yield the names that have process groups or meshes on a rank."""
-        for name in set[Name]().union(*(values for rank in self._ranks for values in rank.values())):
-            if _GROUP in self._list_made(name):
-                yield name
+    def list_groups(self) -> set[Name]:
+        """Return the names that have process groups or meshes on a rank."""
+        steps = (values for rank in self._ranks for values in rank.values())
+        return {name for values in steps for name, made in values.items() if _GROUP in made}
 
     def compare(self, name: Name, function: Iterable[int]) -> Difference | None:
         """Return the first value of a name that differs on any rank. None if all agree.

@@ -8,13 +8,15 @@ from moeverify.cases.validation.load import load_cases
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.run import run_cases
 
-PROGRAM = Path(__file__).parent / "programs" / "planted_gates.py"
+PROGRAMS = Path(__file__).parent / "programs"
+PROGRAM = PROGRAMS / "planted_gates.py"
 
 
 def test_a_whole_value_beside_parts_is_named_though_one_device_adds_it_to_other_values(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / PROGRAM.name).write_text(PROGRAM.read_text())
+    for path in (PROGRAM, PROGRAMS / "planted_ffn.py"):
+        (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "gates.yaml").write_text(
         "recipe:\n  name: gates\n  model: {factory: 'planted_gates:Model', vocab_size: 32}\n"
         "  data: {batch: 4, seq_len: 8}\n  steps: 1\n  precision: float64\n"

@@ -32,7 +32,7 @@ class Model(nn.Module):
         return self.head(bent)
 
 
-class _SumForward(torch.autograd.Function):
+class SumForward(torch.autograd.Function):
     @staticmethod
     def forward(context, part, group):
         total = part.clone()
@@ -44,7 +44,7 @@ class _SumForward(torch.autograd.Function):
         return gradient, None
 
 
-class _SumBackward(torch.autograd.Function):
+class SumBackward(torch.autograd.Function):
     @staticmethod
     def forward(context, hidden, group):
         context.group = group
@@ -69,8 +69,8 @@ def right(model, mesh):
     ffn, group = _divide(model, mesh)
 
     def forward(hidden):
-        inner = _SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
-        return _SumForward.apply(F.leaky_relu(inner, SLOPE) @ ffn.down.weight.to_local().T, group)
+        inner = SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
+        return SumForward.apply(F.leaky_relu(inner, SLOPE) @ ffn.down.weight.to_local().T, group)
 
     ffn.forward = forward
     return model
@@ -80,9 +80,9 @@ def wrong_number(model, mesh):
     ffn, group = _divide(model, mesh)
 
     def forward(hidden):
-        inner = _SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
+        inner = SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
         bent = F.leaky_relu(inner, 0.9)  # PLANTED wrong_number
-        return _SumForward.apply(bent @ ffn.down.weight.to_local().T, group)
+        return SumForward.apply(bent @ ffn.down.weight.to_local().T, group)
 
     ffn.forward = forward
     return model
@@ -92,7 +92,7 @@ def missing_sum(model, mesh):
     ffn, group = _divide(model, mesh)
 
     def forward(hidden):
-        inner = _SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
+        inner = SumBackward.apply(hidden, group) @ ffn.up.weight.to_local().T
         return F.leaky_relu(inner, SLOPE) @ ffn.down.weight.to_local().T
 
     ffn.forward = forward
@@ -104,7 +104,7 @@ def missing_gradient_sum(model, mesh):
 
     def forward(hidden):
         inner = hidden @ ffn.up.weight.to_local().T
-        return _SumForward.apply(F.leaky_relu(inner, SLOPE) @ ffn.down.weight.to_local().T, group)
+        return SumForward.apply(F.leaky_relu(inner, SLOPE) @ ffn.down.weight.to_local().T, group)
 
     ffn.forward = forward
     return model
