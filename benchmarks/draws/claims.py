@@ -249,7 +249,8 @@ def _read_kind_of_culprit(
         is_short = mechanism == "moved" and culprit["moves_there"]  # one device computes on
         return "optimizer" if is_rate else "edit" if is_short else _KIND_OF_MECHANISM[mechanism]
     if here["step"] < 0:
-        return "elsewhere" if mechanism == "moved" and not culprit["moves_there"] else "state"
+        is_moved = mechanism in ("moved", "block") and not culprit["moves_there"]
+        return "layout" if _is_of_axis(culprit) else "elsewhere" if is_moved else "state"
     is_stale = taken and right and (taken["step"] != right["step"] or taken["label"] == right["label"] != "")
     if is_stale or (mechanism == "removed" and taken):  # an operation that takes a value of an earlier step
         return "state"
@@ -258,6 +259,11 @@ def _read_kind_of_culprit(
     if any("torch." in number for pair in culprit["numbers"] for number in pair):
         return "dtype"
     return "optimizer" if here["phase"] == "step" else "edit"
+
+
+def _is_of_axis(culprit: Mapping[str, Any]) -> bool:
+    """Return whether a wrong mesh axis has chosen the blocks of parameters."""
+    return culprit["mechanism"] == "block" and bool(culprit["numbers"][0][0])
 
 
 def _list_lines(operation: Mapping[str, Any], *, callers: int) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.joint import At
-from moeverify.explain.left_out import LeftOut
+from moeverify.explain.left_out import LeftOut, list_idle
 from moeverify.explain.operators import is_blank
 from moeverify.explain.program import SETUP, Op, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
@@ -336,14 +336,16 @@ class Branches:
     def _list_blocks(self, rank: int, steps: Collection[int]) -> list[_Block]:
         """Return the blocks of lines of some steps that a rank executes, and one device does not.
 
-        Left out are those that only communicate and those of functions that return groups. One device does not run
-        them in a right program, either.
+        Left out are those that only communicate and those of functions that return groups, which one device does not
+        run in a right program, either, and conditions that lead to no line.
         """
         lines = self._joint.programs[rank].lines
         known = self._lines.functions_of_one - self._lines.functions_of_groups
+        executed = set[Line]().union(*(lines.get(step, set()) for step in steps))
+        idle = list_idle(executed - self._lines.of_one)
         found: list[_Block] = []
         last: _Function | None = None
-        for line in sorted(set().union(*(lines.get(step, set()) for step in steps))):
+        for line in sorted(executed - idle):
             function = find_function(*line)
             is_new = line not in self._lines.of_one and function in known
             if is_new and last == function:

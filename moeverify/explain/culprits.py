@@ -80,6 +80,10 @@ class Culprits:
             return culprit
         if culprit.mechanism == "written":
             return culprit.model_copy(update={"origins": self._upstream.find_branches(cause)})
+        if culprit.mechanism == "block":
+            made = self._operation(self._upstream.find_maker(cause.ops[0]))
+            origins = self._upstream.find_made(cause.ops[0])[1:]
+            return culprit.model_copy(update={"here": made, "origins": origins, "others": ()})
         shown = (culprit.here, culprit.there, culprit.made, *culprit.moves, *culprit.moves_there)
         named = {line_of(each) for each in shown if each is not None and each.line is not None}
         target, later = cause.targets[0], []
@@ -321,10 +325,12 @@ class Culprits:
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
             return {"rounds_to": narrow, "taken": None if narrow else self._find_stale(first, edit)}
-        if edit.kind in ("group", "unreduced", "number", "created"):
-            first_axis = {"group": 0, "unreduced": 1}.get(edit.kind, 2)  # of a pair (axis or reduction, axis)
+        if edit.kind in ("group", "unreduced", "number", "created", "block"):
+            # Of a pair (axis or reduction, axis).
+            first_axis = {"group": 0, "unreduced": 1, "block": 1}.get(edit.kind, 2)
             axes = edit.numbers[0][first_axis:] if edit.numbers else ()
-            return {"numbers": edit.numbers or list_differences(op, other), "axes": axes}
+            names = tuple(map(str, edit.place)) if edit.kind == "block" else ()
+            return {"numbers": edit.numbers or list_differences(op, other), "axes": axes, "results": names}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
         if taken is None or edit.kind == "value":
             return {}

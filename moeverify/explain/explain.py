@@ -54,7 +54,6 @@ _SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
 """Kinds of edits that insert single-device values."""
 
 _MOST_SUSPECTS = 12
-_MOST_SKIPPED = 8
 _MOST_ROUNDS = 40
 _LONGEST_CHAIN = 8
 _MOST_BRANCHES = 2
@@ -240,8 +239,9 @@ class Explainer:
         less = _SAYS_LESS.get(place[0].known, frozenset()) if place else frozenset()
         found = None
         if self._proves:
-            skipped = itertools.islice(list_skipped_writes(stretch.alignment, stretch.unknown), _MOST_SKIPPED)
-            found = self._try([] if "removed" in less else skipped, target, stretch.unknown, state, end)
+            edits = self._further.list_first(stretch.alignment, stretch.unknown)
+            edits = (edit for edit in edits if edit.kind not in less)
+            found = self._try(edits, target, stretch.unknown, state, end)
             self._searched.clear()
             found = found or self._search(target, state, stretch, end)
         return (place, state) if found is None or found[0][0].repairs[0].kind in less else found

@@ -1,14 +1,16 @@
-"""Edits further away from suspects, whose own results cannot be compared with one device."""
+"""Edits whose own results cannot be compared with one device: before the search, and further away from suspects."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from moeverify.explain.align import Alignment
+from moeverify.explain.blocks import list_blocks
 from moeverify.explain.chains import list_chain, list_group, skip_moves
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edit import Edit
-from moeverify.explain.edits import list_edits, list_numbers, list_removals
+from moeverify.explain.edits import list_edits, list_numbers, list_removals, list_skipped_writes
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.program import list_numbers as list_numbers_of
@@ -20,6 +22,7 @@ _MOST_MADE = 3
 _MADE_BEFORE = 3
 """Most operators from such an operand to a suspect."""
 _MOST_NUMBERS = 12
+_MOST_SKIPPED = 8
 _MOST_BEFORE = 200
 _MOST_OTHERS = 16
 _LARGEST = 1e6
@@ -34,6 +37,11 @@ class Further:
     def __init__(self, joint: Joint, one: OneDevice, step: int, groups: Groups) -> None:
         self._joint, self._one, self._step, self._groups = joint, one, step, groups
 
+    def list_first(self, alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]:
+        """Yield edits that are few, and whose causes no edit of a suspect names: other blocks, skipped writes."""
+        yield from list_blocks(self._joint, self._one.program, self._groups, of_axes=False)
+        yield from itertools.islice(list_skipped_writes(alignment, unknown), _MOST_SKIPPED)
+
     def list_edits(
         self,
         alignment: Alignment,
@@ -42,6 +50,9 @@ class Further:
         suspects: Sequence[tuple[At, ...]],
     ) -> Iterator[Edit]:
         """Yield edits whose own results cannot be compared with the single device; later results decide."""
+        for edit in list_blocks(self._joint, self._one.program, self._groups, of_axes=True):
+            if self._reaches(edit, suspects):
+                yield edit
         for ops in suspects:
             yield from list_reductions(alignment, self._groups, ops)
         for ops in suspects:
@@ -65,6 +76,11 @@ class Further:
         for group in _group(alignment, unknown):
             others = self._list_others(alignment, group[0])
             yield from list_insertions(alignment, group, others)
+
+    def _reaches(self, edit: Edit, suspects: Sequence[tuple[At, ...]]) -> bool:
+        """Return whether an edit changes results of the first suspects."""
+        results = [at for ops in suspects[:1] for op in ops for at in self._joint.results(op)]
+        return not self._joint.execute(edit.changes, results).changed().keys().isdisjoint(results)
 
     def _list_makers(
         self, alignment: Alignment, suspects: Sequence[tuple[At, ...]]

@@ -349,6 +349,14 @@ class KnownValues:
         for group in self._groups:
             if at[0] in group and all(len(by_rank.get(rank, ())) == len(own) for rank in group):
                 yield tuple(by_rank[rank][place] for rank in group)
+        # Layers without modules of their own run the same lines: one device tells how many in each pass.
+        period = len(self._one_by_key.get(self.key(at), ()))
+        if 1 < period < len(own) and len(own) % period == 0:
+            passes = {rank: each[place % period :: period] for rank, each in by_rank.items()}
+            yield tuple(passes[at[0]])
+            for group in self._groups:
+                if at[0] in group and all(len(by_rank.get(rank, ())) == len(own) for rank in group):
+                    yield tuple(each for rank in group for each in passes[rank])
         if len(own) > 1:
             yield tuple(own)
             for group in self._groups:

@@ -1,9 +1,9 @@
-"""Arms of conditions and bodies of loops that one device executes, and the ranks do not."""
+"""Arms of conditions and bodies of loops that one device executes and the ranks do not, or that nobody executes."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -43,6 +43,26 @@ def list_left_out(one: Collection[tuple[str, int]], many: Collection[tuple[str, 
                 yield LeftOut(site, find_function(file, arm.header.lineno), alone)
 
 
+def list_idle(executed: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Return the (file, line) of executed conditions that have led to no executed arm: they change nothing."""
+    idle: set[tuple[str, int]] = set()
+    for file in {file for file, _ in executed}:
+        for header, arms in _list_conditions(file):
+            if not any((file, line) in executed and (file, line) not in idle for line in arms):
+                idle |= {(file, line) for line in header if (file, line) in executed}
+    return idle
+
+
+@lru_cache(maxsize=64)
+def _list_conditions(path: str) -> list[tuple[range, tuple[int, ...]]]:
+    """Return the lines of each condition, and those of its arms, inner conditions first."""
+    nodes = [node for node in ast.walk(parse_file(path)) if isinstance(node, ast.If)]
+    return [
+        (_list_lines([node.test]), (*_list_lines(node.body), *_list_lines(node.orelse)))
+        for node in reversed(nodes)
+    ]
+
+
 @lru_cache(maxsize=64)
 def _list_arms(path: str) -> list[_Arm]:
     found: list[_Arm] = []
@@ -61,5 +81,5 @@ def _list_arms(path: str) -> list[_Arm]:
     return found
 
 
-def _list_lines(body: list[ast.stmt]) -> range:
+def _list_lines(body: Sequence[ast.stmt | ast.expr]) -> range:
     return range(body[0].lineno, (body[-1].end_lineno or body[-1].lineno) + 1) if body else range(0)

@@ -123,7 +123,7 @@ class Origins:
         return known.scale, self._joint.maker(taken)
 
     def _find_scaled_part(self, taken: At, end: At, scale: float) -> At | None:
-        """Return the operator of ranks alone that multiplies their parts of a sum by a factor of a value.
+        """Return the operator that multiplies the ranks' parts of a sum by a factor of a value, unlike one device.
 
         `end` is the first multiple of a single-device value before that value, such as the sum.
         """
@@ -137,7 +137,8 @@ class Origins:
                 continue
             part, number = (op[0], self._joint.op(op).results[0]), float(self._joint.op(op).args[1])
             is_factor = any(math.isclose(number, each, rel_tol=1e-9) for each in (scale, 1 / scale))
-            is_factor &= not self._alignment.is_on_one_device(part)
+            others = map(self._one.program.op_of, self._alignment.list_counterparts(part))
+            is_factor &= all(list_numbers(self._joint.op(op), other) for other in others)
             if is_factor and self._is_repaired(taken, self._alignment.siblings(part), scale):
                 return op
         return None

@@ -82,7 +82,9 @@ class Proof:
         marks = self._next_landmarks(edit, unknown)
         done = self._joint.execute(edit.changes, marks or list(target.values.values()), state)
         if marks and not all(self._is_end_right(at, done) for at in marks):
-            return None
+            if edit.kind != "block" or not done.has_other_choices():
+                return None
+            marks = []  # operators after other choices cannot be executed
         after = self._joint.execute(edit.changes, None, state)
         if self._breaks(after) or not self._fits(edit, target, after):
             return None
@@ -92,7 +94,8 @@ class Proof:
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
         if marks and not self._goes_on(marks, after):
             return None
-        return after if (marks and is_open) or self._advances(edit, done, state) else None
+        advances = self._advances(edit, after if edit.kind == "block" else done, state)
+        return after if (marks and is_open) or advances else None
 
     def resize(self, edit: Edit, state: Execution) -> Execution | None:
         """Return the execution with an edit if it only gives results the sizes and values of their counterparts.
@@ -164,12 +167,16 @@ class Proof:
     def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
         """Return whether all values that an edit changes are known, including values beyond its own results.
 
-        Only values that can be executed count: operators with recorded sizes cannot take other shapes.
+        Only values that can be executed count: operators with recorded sizes cannot take other shapes. Blocks of
+        parameters change values up to the first other choice, such as of experts.
         """
-        if edit.kind not in ("number", "operator") or not edit.others or done.tainted - state.tainted:
+        choice = done.first_choice() if edit.kind == "block" else None
+        is_open = choice is not None or (edit.kind in ("number", "operator") and bool(edit.others))
+        if not is_open or done.tainted - state.tainted:
             return False
         alignment = self._alignment.under(done)
-        own = {(at[0], number) for at in edit.ops for number in self._joint.op(at).results}
+        joint = self._joint
+        own = {(at[0], number) for at in edit.ops for number in joint.op(at).results}
         num_beyond = 0
         for at, data in done.changed().items():
             if (
@@ -177,6 +184,7 @@ class Proof:
                 or at in state.changed()
                 or at in done.tainted
                 or not says_something(data)
+                or (choice is not None and joint.place(joint.maker(at)) >= joint.place(choice))
             ):
                 continue
             if alignment.find(at) is None:

@@ -169,6 +169,10 @@ class Upstream:
         """Return the branches that ranks alone take around a value that nothing wrote."""
         return tuple(self._branches.list_nearest(cause))
 
+    def find_maker(self, op: At) -> At:
+        """Return the operator of user code that made a tensor before the first step."""
+        return self._lines.find_maker(op)
+
     def find_made(self, op: At) -> tuple[Origin, ...]:
         """Return the line of user code that made a tensor before the first step, and definitions of its part."""
         return tuple(itertools.islice(self._describe_made(op), _MOST))

@@ -70,8 +70,8 @@ class UserLines:
             if own and program.base(value).number in bases and self.is_parallel(own[0]):
                 yield make_origin("made", own)
 
-    def made_at(self, op: At) -> tuple[Site, ...]:
-        """Return the lines that made a tensor before the first step, of which this operator may take a view.
+    def find_maker(self, op: At) -> At:
+        """Return the operator of user code that made a tensor before the first step, of which this may take a view.
 
         A view of all elements, such as `to_local()`, says nothing about them. Other views choose a part.
         """
@@ -80,7 +80,11 @@ class UserLines:
             base = program.base(value.number)
             is_whole = math.prod(value.shape) == math.prod(base.shape)
             makers.insert(0 if is_whole else 1, (op[0], base.op))
-        return next(filter(None, map(self.sites, makers)), ())
+        return next(filter(self.sites, makers), op)
+
+    def made_at(self, op: At) -> tuple[Site, ...]:
+        """Return the lines of the operator that made a tensor before the first step."""
+        return self.sites(self.find_maker(op))
 
     def list_backward(self, op: At) -> list[Site]:
         """Return the executed `return` lines of `backward`, for an operator in `forward` of an autograd function."""

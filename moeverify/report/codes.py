@@ -24,6 +24,7 @@ MECHANISMS: Mapping[Mechanism, str] = {
     "group": "it communicates with the ranks of another mesh axis than the one that makes its results right",
     "unreduced": "each rank goes on with its own result; reduced over a mesh axis, it is right",
     "created": "it makes elements that are wrong where later operations take them",
+    "block": "it makes a block of a parameter that another rank of a mesh axis should have",
     "dtype": "it computes in a narrower dtype than one device, and rounding makes the results wrong",
     "reduction": "its results are partial sums that are never reduced",
     "moved": "its results are correct values in wrong positions",

@@ -20,6 +20,7 @@ Mechanism = Literal[
     "returned",
     "value",
     "created",
+    "block",
     "scale",
     "group",
     "unreduced",
@@ -43,6 +44,7 @@ _CODES: dict[Mechanism, Cause] = {
     "group": Cause.COLLECTIVES,
     "scale": Cause.SCALE,
     "moved": Cause.PERMUTATION,
+    "block": Cause.LAYOUT,
     "shared": Cause.STATE,
     "race": Cause.NONDETERMINISM,
 }

@@ -56,6 +56,8 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     """Return the headline of the first wrong operation, or of the first wrong value that a right line takes."""
     is_doubtful = culprit.mechanism == "place" and culprit.taken is not None
     about = "one input may be wrong" if is_doubtful else _ABOUT.get(culprit.mechanism, "its inputs match")
+    if culprit.mechanism == "block":
+        return f"wrong block of a parameter: made by {operation}"
     if culprit.names_cause or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
     if culprit.mechanism == "created":
@@ -311,6 +313,16 @@ def _describe_created(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"elements {mine}; the right ones are {right}"), *_describe_counterpart(culprit)]
 
 
+def _describe_block(culprit: Culprit) -> list[Row]:
+    (mine, right), (held, wanted) = culprit.numbers
+    name, *others = culprit.results
+    name += f" and {format_count(len(others), 'more tensor')}" if others else ""
+    by = f" by its coordinate on {mine}" if mine else ""
+    return [
+        (_HERE, f"rank {culprit.ranks[0]} has {held} of {name}{by}; {wanted} by its coordinate on {right}")
+    ]
+
+
 def _describe_dtype(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"in {culprit.rounds_to}"), (_THERE, "float64")]
 
@@ -397,6 +409,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "group": _describe_group,
     "unreduced": _describe_unreduced,
     "created": _describe_created,
+    "block": _describe_block,
     "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -202,3 +203,23 @@ def test_numbers_that_a_freed_tensor_left_are_no_evidence(*, is_viewed: bool) ->
     assert alignment.elements.root(int(known.ids[0, 0])) == result_of(one, "mm")
     if is_viewed:
         assert not alignment.is_wrong((0, result_of(program, "view")))
+
+
+def test_parts_of_micro_batches_are_told_apart_by_layer_where_layers_run_one_line() -> None:
+    def compute(x: Tensor, w: Tensor, rows: int = 6) -> Tensor:
+        total = torch.zeros(4, 5, dtype=x.dtype)
+        for part in x.split(rows):
+            for weight in w:
+                total = total + part.T @ (part @ weight).tanh()
+        return total
+
+    inputs = {"x": make(6, 4), "w": make(2, 4, 5, seed=1)}
+    one = record_call(compute, **inputs)
+    rank = record_call(partial(compute, rows=3), **inputs)
+    alignment = Alignment(Joint([rank]), one)
+    sums = [op.results[0] for op in list_ops(rank, "mm")[1::2]]
+    assert len(sums) == 4
+    for place, number in enumerate(sums):
+        known = alignment.find((0, number))
+        assert known is not None
+        assert known.over == tuple((0, each) for each in sums[place % 2 :: 2])

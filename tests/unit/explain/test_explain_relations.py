@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from generated import explain_call, expression_of
@@ -154,3 +156,15 @@ def test_a_factor_of_parts_is_named_where_it_multiplies_them() -> None:
         lambda x, w: run(x, w, on_ranks=True), lambda x, w: run(x, w, on_ranks=False), **inputs
     )
     assert (culprit.mechanism, culprit.factor, expression_of(culprit)) == ("scale", 0.5, "part / 2")
+
+
+def test_a_factor_of_parts_is_named_on_a_line_that_divides_by_one_on_one_device() -> None:
+    def run(x: Tensor, w: Tensor, *, ranks: int) -> Tensor:
+        parts = [rows.exp().sum(0) for rows in x.chunk(ranks)]
+        total = torch.stack([part / ranks for part in parts]).sum(0)
+        return (w.cos() + total).tanh()
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, seed=1)}
+    (culprit,) = explain_call(partial(run, ranks=2), partial(run, ranks=1), **inputs)
+    assert culprit.mechanism in ("scale", "number")
+    assert expression_of(culprit) == "part / ranks"

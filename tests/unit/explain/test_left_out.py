@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moeverify.explain.left_out import list_left_out
+from moeverify.explain.left_out import list_idle, list_left_out
 
 CODE = """
 def run(x, small):
@@ -59,3 +59,18 @@ def test_conditions_of_arms_that_ranks_leave_out(
     found = list(list_left_out(lines(path, *one), lines(path, *many)))
     assert [each.header.line for each in found] == headers
     assert all(each.function == (path, 3) for each in found)
+
+
+@pytest.mark.parametrize(
+    ("executed", "idle"),
+    [
+        ((3,), {3}),
+        ((3, 4), set()),
+        ((5, 8), set()),  # the other arm
+        ((9, 11, 12), {9}),  # the loop is no condition
+        ((13, 14), {13, 14}),  # the inner condition leads to nothing
+        ((13, 14, 15), set()),
+    ],
+)
+def test_conditions_without_an_executed_arm(path: str, executed: tuple[int, ...], idle: set[int]) -> None:
+    assert list_idle(lines(path, *executed)) == lines(path, *idle)

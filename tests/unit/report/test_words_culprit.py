@@ -143,6 +143,23 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             ("here", "elements 4, 5 and more; the right ones are 12, 13 and more"),
         ],
     ),
+    "block": (
+        {
+            "numbers": (("", "tp"), ("[0:3] of dim 0", "[3:6] of dim 0")),
+            "axes": ("tp",),
+            "results": ("w", "v"),
+        },
+        [
+            (
+                "cause",
+                "wrong block of a parameter: made by `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1",
+            ),
+            (
+                "here",
+                "rank 0 has [0:3] of dim 0 of w and 1 more tensor; [3:6] of dim 0 by its coordinate on tp",
+            ),
+        ],
+    ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},
         [
