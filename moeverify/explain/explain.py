@@ -335,6 +335,9 @@ class Explainer:
                     cause = OperatorCause(list(step.ops), [step], [target])
                     steps.append((cause, self.joint.execute(step.changes, None, state)))
             before.update(ops)
+        found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
+        if found is not None:  # one edit says more than a chain of them
+            return found
         for cause, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
             both = chosen | {cause.repairs[0].key}
             if both in self._searched:
@@ -344,13 +347,12 @@ class Explainer:
             if found is not None:
                 chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
-        found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
         edits = (
             edit
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
             if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
-        return found or self._try(edits, target, unknown, state, end)
+        return self._try(edits, target, unknown, state, end)
 
     def _prove(
         self,

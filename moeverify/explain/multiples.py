@@ -24,7 +24,7 @@ def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]
             changes = Changes()
             for each in group:
                 known, data = alignment.find(each), alignment.data(each)
-                if known is None or known.ids is None or known.over or data is None:
+                if known is None or known.ids is None or data is None:
                     break
                 if known.scale != 1.0:
                     changes.values[each] = data / known.scale

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_back
+from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.indexing import number_sources
@@ -108,7 +109,7 @@ class Origins:
 
     def _trace_scale(self, taken: At) -> tuple[float, At]:
         known = self._alignment.find(taken)
-        if known is None or known.over or known.scale == 1.0:
+        if known is None or known.scale == 1.0:
             return 1.0, self._joint.maker(taken)
         path = [(taken, known.scale)]
         while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
@@ -118,7 +119,7 @@ class Origins:
             return path[-1][1], part
         for at, own in reversed(path):
             for scale in _list_factors(own, known.scale):
-                if self._is_repaired(taken, [at], scale):
+                if self._is_repaired(taken, self._alignment.siblings(at) if known.over else [at], scale):
                     return scale, self._joint.maker(at)
         return known.scale, self._joint.maker(taken)
 
@@ -135,18 +136,39 @@ class Origins:
         for op in walk_back(self._joint, [self._joint.maker(end)], reads, _MOST_BEFORE_SUM):
             if op == self._joint.maker(end) or not multiplies(self._joint, op):
                 continue
-            part, number = (op[0], self._joint.op(op).results[0]), float(self._joint.op(op).args[1])
-            is_factor = any(math.isclose(number, each, rel_tol=1e-9) for each in (scale, 1 / scale))
-            others = map(self._one.program.op_of, self._alignment.list_counterparts(part))
-            is_factor &= all(list_numbers(self._joint.op(op), other) for other in others)
-            if is_factor and self._is_repaired(taken, self._alignment.siblings(part), scale):
-                return op
+            if any(math.isclose(self._find_ratio(op), each, rel_tol=1e-9) for each in (scale, 1 / scale)):
+                parts = self._list_of_line(op)
+                if self._is_repaired(taken, parts, scale):
+                    return op
         return None
+
+    def _find_ratio(self, op: At) -> float:
+        """Return the number by which an operator multiplies or divides, relative to that of one device."""
+        recorded = self._joint.op(op)
+        others = map(self._one.program.op_of, self._alignment.list_counterparts((op[0], recorded.results[0])))
+        theirs = {each.args[1] for each in others if each.name == recorded.name}
+        right = next(iter(theirs), 1.0)
+        return float(recorded.args[1]) / right if len(theirs) < 2 and right else 1.0
+
+    def _list_of_line(self, op: At) -> list[At]:
+        """Return the results of the operator on all ranks, in all layers that run its line."""
+        line = self._line_of(op)
+        return [
+            (rank, each.results[0])
+            for rank, program in enumerate(self._joint.programs)
+            for each in program.ops
+            if each.results and self._line_of((rank, each.number)) == line
+        ]
+
+    def _line_of(self, op: At) -> tuple[object, ...]:
+        program, recorded = self._joint.programs[op[0]], self._joint.op(op)
+        return recorded.name, recorded.phase, recorded.step, program.sites_of(recorded)[:1]
 
     def _is_repaired(self, taken: At, values: Sequence[At], scale: float) -> bool:
         """Return whether dividing earlier values by a factor makes a value right."""
         divided = {at: data / scale for at in values if (data := self._alignment.data(at)) is not None}
-        done = self._joint.execute(Changes(values=divided), [taken]) if divided else None
+        wanted = self._alignment.siblings(taken)  # a part of a sum is right beside the others
+        done = self._joint.execute(Changes(values=divided), wanted) if divided else None
         found = None
         if done is not None and taken not in done.tainted:
             found = self._alignment.under(done).find(taken)
@@ -160,6 +182,7 @@ class Origins:
         reads = dict.fromkeys(self._joint.reads(maker))  # x * x takes a value twice
         found = [(at, known.scale) for at in reads if (known := self._alignment.find(at)) is not None]
         scaled = [(at, scale) for at, scale in found if scale != 1.0]
+        scaled = scaled or [(at, scale) for at in reads if (scale := self._compare_at_place(at)) != 1.0]
         if not scaled:
             # A multiple may equal another right value: the gradient of x * x computes 2 * x.
             scaled = [
@@ -169,6 +192,18 @@ class Origins:
                 if self._is_multiple(at, scale)
             ]
         return scaled[0] if len(scaled) == 1 else None
+
+    def _compare_at_place(self, at: At) -> float:
+        """Return the factor of a value, which says too little to be known, to the only one of its place; else 1."""
+        others = [self._one.data(each) for each in self._alignment.list_counterparts(at)]
+        data = None if self._alignment.tells(at) else self._alignment.data(at)
+        right = others[0] if len(others) == 1 else None
+        if data is None or right is None or data.shape != right.shape or not data.is_floating_point():
+            return 1.0
+        largest = int(right.abs().argmax())
+        factor = float(data.flatten()[largest] / right.flatten()[largest]) if bool(right.any()) else 0.0
+        is_factor = factor != 0.0 and math.isfinite(factor) and is_right(data, right * factor)
+        return factor if is_factor else 1.0
 
     def _is_multiple(self, at: At, scale: float) -> bool:
         """Return whether a forward value is a multiple although its elements match a later pass."""

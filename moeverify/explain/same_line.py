@@ -57,7 +57,7 @@ def _is_alike(alignment: Alignment, one: OneDevice, mine: At, other: Op) -> bool
         if own is not None and right is not None and is_right(own, right):
             continue  # a few numbers, such as positions, are equal but not known
         known = alignment.find((mine[0], pair.mine))
-        if known is None or known.ids is None or known.over or known.scale != 1.0:
+        if known is None or known.ids is None or known.scale != 1.0:
             return False
         if not one.holds(pair.theirs, known.ids):
             return False
