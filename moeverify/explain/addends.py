@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.compare import is_right
-from moeverify.explain.content import list_rows
+from moeverify.explain.cuts import list_rows
 from moeverify.explain.joint import At, Changes, Joint
 from moeverify.explain.program import Program
 from moeverify.explain.suspects import Target

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.compare import is_rounding
+from moeverify.explain.cuts import fit_region, list_rows
 from moeverify.explain.operators import NotExecutable, is_blank, run
 from moeverify.explain.program import READ, Op, Program
 
@@ -30,10 +31,12 @@ _LARGE = 1e6
 """Integers beyond this are not treated as simple numbers, such as counts."""
 
 _MOST_QUOTIENTS = 65536
+_MOST_OF_VALUE = 256
+"""Maximum number of quotients of a value that are looked up."""
+
 _MOST_HITS = 64
 """An element that occurs in more tensors than this does not identify a tensor."""
 
-_MOST_ROWS = 16
 _MOST_ROOTS = 4
 """Maximum number of tensors that one tensor may be composed of, such as two fused projections."""
 
@@ -159,7 +162,7 @@ class Elements:
 
     def find_factor(self, data: Tensor, prefer: Callable[[int], object]) -> float | None:
         """Return the likely factor by which a tensor is a multiple of single-device elements, or None."""
-        made, at = list_quotients(data.to(torch.float64))
+        made, at = list_quotients(data.to(torch.float64), _MOST_OF_VALUE)
         if len(made) > _NUM_SAMPLES:
             step = len(made) // _NUM_SAMPLES
             made, at = made[::step], at[::step]
@@ -348,18 +351,11 @@ class Elements:
         return found
 
 
-def list_rows(index: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the first indices in dim 0 of elements, given by flat index, that are some whole slices of a tensor."""
-    width = math.prod(shape[1:])
-    if len(shape) < 2 or not width:
-        return ()
-    rows, counts = torch.unique(index // width, return_counts=True)
-    is_whole = bool((counts == width).all()) and len(rows) < shape[0]
-    return tuple(rows[:_MOST_ROWS].tolist()) if is_whole else ()
+def list_quotients(data: Tensor, most: int = _MOST_QUOTIENTS) -> tuple[Tensor, Tensor]:
+    """Return distinctive quotients of adjacent elements in a row, and flat indices of the first elements.
 
-
-def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return distinctive quotients of adjacent elements in a row, and flat indices of the first elements."""
+    At most `most` quotients are looked at.
+    """
     if not data.ndim or data.shape[-1] < 2 or not data.numel():
         return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64)
     rows = data.reshape(-1, data.shape[-1])
@@ -367,8 +363,8 @@ def list_quotients(data: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(data.numel()).reshape(rows.shape)[:, :-1].reshape(-1)
     is_telling = quotients.isfinite() & (quotients.abs() > 1e-6) & (quotients.abs() < 1e6)
     quotients, places = quotients[is_telling], places[is_telling]
-    if len(quotients) > _MOST_QUOTIENTS:
-        step = -(-len(quotients) // _MOST_QUOTIENTS)
+    if len(quotients) > most:
+        step = -(-len(quotients) // most)
         keep = torch.arange(0, len(quotients), step)
         quotients, places = quotients[keep], places[keep]
     is_simple = _has_simple_multiple(quotients, _DIVISORS[:16])
@@ -461,26 +457,6 @@ def says_something(data: Tensor | None) -> bool:
     flat = _look_at(data)
     # Of most tensors the first elements decide.
     return any(bool(_is_telling(part).any()) for part in (flat[:_NUM_FIRST], flat[_NUM_FIRST:]))
-
-
-def fit_region(index: Tensor, size: int) -> Tensor | None:
-    """Return the affine index map that most elements of `index` follow; None if it leaves the tensor."""
-    if index.ndim == 0 or not index.numel():
-        return None
-    steps = [
-        0 if index.shape[dim] == 1 else int(index.diff(dim=dim).reshape(-1).mode().values)
-        for dim in range(index.ndim)
-    ]
-    along = [
-        (torch.arange(index.shape[dim]) * step).reshape(
-            [-1 if each == dim else 1 for each in range(index.ndim)]
-        )
-        for dim, step in enumerate(steps)
-    ]
-    total: Tensor = sum(along[1:], along[0])
-    start = int((index - total).reshape(-1).mode().values)
-    fitted = (total + start).expand(index.shape)
-    return fitted if bool(((fitted >= 0) & (fitted < size)).all()) else None
 
 
 def by_bytes(values: Iterable[tuple[int, Tensor | None]]) -> Mapping[object, list[int]]:

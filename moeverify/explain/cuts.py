@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeverify.explain.program import Program
 
+_MOST_ROWS = 16
 _AGREED = 0.8
 """Minimum fraction of elements that agree on the place of a part."""
 
@@ -96,3 +97,33 @@ def _widen(cut: Cut, size: int) -> Cut | None:
         return None
     inner = size // cut.size
     return Cut(size, (cut.index[:, None] * inner + torch.arange(inner)).reshape(-1), cut.dim)
+
+
+def list_rows(index: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the first indices in dim 0 of elements, given by flat index, that are some whole slices of a tensor."""
+    width = math.prod(shape[1:])
+    if len(shape) < 2 or not width:
+        return ()
+    rows, counts = torch.unique(index // width, return_counts=True)
+    is_whole = bool((counts == width).all()) and len(rows) < shape[0]
+    return tuple(rows[:_MOST_ROWS].tolist()) if is_whole else ()
+
+
+def fit_region(index: Tensor, size: int) -> Tensor | None:
+    """Return the affine index map that most elements of `index` follow; None if it leaves the tensor."""
+    if index.ndim == 0 or not index.numel():
+        return None
+    steps = [
+        0 if index.shape[dim] == 1 else int(index.diff(dim=dim).reshape(-1).mode().values)
+        for dim in range(index.ndim)
+    ]
+    along = [
+        (torch.arange(index.shape[dim]) * step).reshape(
+            [-1 if each == dim else 1 for each in range(index.ndim)]
+        )
+        for dim, step in enumerate(steps)
+    ]
+    total: Tensor = sum(along[1:], along[0])
+    start = int((index - total).reshape(-1).mode().values)
+    fitted = (total + start).expand(index.shape)
+    return fitted if bool(((fitted >= 0) & (fitted < size)).all()) else None

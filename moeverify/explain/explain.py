@@ -301,10 +301,9 @@ class Explainer:
         after it. Steps that were `chosen` in another order are not tried again.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
-        found_ops = itertools.chain.from_iterable(map(self._with_makers, self._list_suspects(stretch)))
-        suspects = list(itertools.islice(found_ops, _MOST_SUSPECTS))
+        suspects = [*itertools.islice(self._with_makers(self._list_suspects(stretch)), _MOST_SUSPECTS)]
         counterparts = Counterparts(alignment, self.one)
-        steps: list[tuple[OperatorCause, Execution]] = []
+        steps: list[tuple[Edit, Execution]] = []
         before: set[At] = set()
         for ops in suspects:
             for each in list_chain(self.joint, [at for at in self.joint.reads(ops[0]) if at[0] == ops[0][0]]):
@@ -313,11 +312,8 @@ class Explainer:
                 if found is not None:
                     return found
             # Values known without edits: a first step may have made a module's output a known value.
-            returns = (
-                edit
-                for edit in list_returns(alignment, self.one, self.landmarks, ops)
-                if all(self.alignment.find(at) is not None for at in edit.changes.values)
-            )
+            returns = list_returns(alignment, self.one, self.landmarks, ops)
+            returns = (each for each in returns if all(self.alignment.find(at) for at in each.changes.values))
             regrouped = list_regroupings(alignment, self.groups, ops, widens=True)
             edits = list_edits(alignment, self.one, counterparts, ops)
             for edit in itertools.chain(regrouped, returns, edits):
@@ -332,20 +328,20 @@ class Explainer:
                     return found
                 if is_local:
                     step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
-                    cause = OperatorCause(list(step.ops), [step], [target])
-                    steps.append((cause, self.joint.execute(step.changes, None, state)))
+                    steps.append((step, self.joint.execute(step.changes, None, state)))
             before.update(ops)
-        found = self._try(list_unscaled(alignment, unknown), target, unknown, state, end)
-        if found is not None:  # one edit says more than a chain of them
+        # One edit says more than a chain of them.
+        if (found := self._try(list_unscaled(alignment, unknown), target, unknown, state, end)) is not None:
             return found
-        for cause, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
-            both = chosen | {cause.repairs[0].key}
+        for step, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
+            both = chosen | {step.key}
             if both in self._searched:
                 continue
             self._searched.add(both)
             found = self._search(target, after, self._open(alignment.under(after), target), end, both)
             if found is not None:
-                chain, done = self._shorten([cause, *found[0]], found[1], target, unknown, state)
+                first = OperatorCause(list(step.ops), [step], [target])
+                chain, done = self._shorten([first, *found[0]], found[1], target, unknown, state)
                 return self._drop_patches(chain), done
         edits = (
             edit
@@ -456,15 +452,16 @@ class Explainer:
             seen.update(group)
             yield tuple(group) or (at,)
 
-    def _with_makers(self, ops: tuple[At, ...]) -> Iterator[tuple[At, ...]]:
+    def _with_makers(self, suspects: Iterable[tuple[At, ...]]) -> Iterator[tuple[At, ...]]:
         """Yield suspects; before operators of this package, the user's operators that made their operands.
 
         These may have returned a right value of another place, such as a tensor times 1.
         """
-        own = [op for op in ops if self._is_own(op)]
-        makers = dict.fromkeys(self.joint.maker(at) for op in own for at in self.joint.reads(op))
-        users = tuple(op for op in makers if self.joint.op(op).step >= 0 and not self._is_own(op))
-        yield from filter(None, (users, ops))
+        for ops in suspects:
+            own = [op for op in ops if self._is_own(op)]
+            makers = dict.fromkeys(self.joint.maker(at) for op in own for at in self.joint.reads(op))
+            users = tuple(op for op in makers if self.joint.op(op).step >= 0 and not self._is_own(op))
+            yield from filter(None, (users, ops))
 
     def _is_own(self, op: At) -> bool:
         """Return whether this package calls an operator itself."""

@@ -336,9 +336,11 @@ class KnownValues:
         return None if scale is None else Known(None, scale)
 
     def _list_sums(self, at: At) -> Iterator[tuple[At, ...]]:
-        yield from self._list_sums_of(at, self.siblings(at))
+        """Yield values, including `at`, that may add up: those of its line, then those of its function."""
         # Ranks may compute their parts in different lines of the same function.
-        yield from self._list_sums_of(at, self._by_loose_key[_loosen(self.key(at))])
+        for members in (self.siblings(at), self._by_loose_key[_loosen(self.key(at))]):
+            tried = () if members is self.siblings(at) else set(self._list_sums_of(at, self.siblings(at)))
+            yield from (parts for parts in self._list_sums_of(at, members) if parts not in tried)
 
     def _list_sums_of(self, at: At, members: Sequence[At]) -> Iterator[tuple[At, ...]]:
         by_rank: dict[int, list[At]] = {}

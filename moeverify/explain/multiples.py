@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moeverify.explain.align import Alignment
+from moeverify.explain.chains import list_group
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
 
@@ -15,6 +16,7 @@ def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]
     The values of all ranks and micro-batches at one place of the program are divided together.
     """
     seen: set[At] = set()
+    inside = set(unknown)
     for op in unknown:
         for at in alignment.joint.reads(op):
             if at in seen or not alignment.joint.value(at).is_floating:
@@ -30,4 +32,4 @@ def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]
                     changes.values[each] = data / known.scale
             else:
                 if changes.values:
-                    yield Edit("scale", (op,), changes)
+                    yield Edit("scale", list_group(alignment, op, inside), changes)

@@ -189,7 +189,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     for culprit, marks in reversed(found.culprits):
         left = _leave_out_refuted(left, culprit, found)
         named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
-        is_better = culprit.own_line is not None and named is not None and _is_measured(named)
+        is_better = _shows_line(culprit) and named is not None and _is_measured(named)
         if named is not None and not is_better and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
             continue
@@ -281,8 +281,14 @@ def _find_unrefuted(findings: Sequence[Finding], step: int, found: Found) -> Fin
 def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
     """Return whether a measured factor stays the cause: no place refutes it, and no execution shows a line."""
     named = _find_unrefuted(findings, found.step, replace(found, culprits=found.places))
-    shows_line = any(culprit.own_line is not None for culprit, _ in found.culprits)
+    shows_line = any(_shows_line(culprit) for culprit, _ in found.culprits)
     return bool(found.places) and named is not None and not shows_line
+
+
+def _shows_line(culprit: Culprit) -> bool:
+    """Return whether an execution shows the line of a mistake, or the one that takes another number than one device."""
+    is_number = culprit.proved and culprit.mechanism == "number" and culprit.there is not None
+    return is_number or culprit.own_line is not None
 
 
 def _is_measured(finding: Finding) -> bool:

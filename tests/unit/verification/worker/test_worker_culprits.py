@@ -96,8 +96,10 @@ def test_a_measured_factor_ends_no_search_and_gives_way_to_a_line_that_an_execut
     assert [choose_share([each], 1, Found(1, [place])) for each in (measured, sure)] == [0.25, 0]
     origin = Origin(kind="definition", line=CodeLine(file="a.py", line=7), here="3")
     proved, other = blame("gradient/w", origins=(origin,)), blame("gradient/w")
-    (told, _) = lead([measured, find("w")], (proved, [W]))
-    assert (told.code, told.culprit) == ("forward", proved.model_copy(update={"leads": True}))
+    number = other.model_copy(update={"mechanism": "number", "there": other.here})
+    for each in (proved, number):
+        (told, _) = lead([measured, find("w")], (each, [W]))
+        assert (told.code, told.culprit) == ("forward", each.model_copy(update={"leads": True}))
     (told, _) = lead([measured, find("w")], (other, [W]))
     assert (told.code, told.culprit) == ("scale", other)
     (told, last) = lead_with([measured, find("w")], Found(1, [(other, [W]), (other, [W])], places=[place]))
