@@ -85,7 +85,9 @@ class KeptRows(Generic[R]):
                 row = self._record.model_validate(content)
             except ValidationError as error:
                 where, message = read_problem(error)
-                raise FormatError(f"{path}:{number}: {name_path(where)}: {message}", _REMEDY) from error
+                raise FormatError(
+                    message, _REMEDY, file=str(path), line=number, path=name_path(where)
+                ) from error
             self.rows[row.name] = row
         if not _ends_whole(path):
             lines = [
