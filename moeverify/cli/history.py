@@ -37,7 +37,7 @@ def history(
         if not runs:
             remedy = "`moeverify run CASE --out DIR/NAME` keeps one"
             which = f" with a case named *{pattern}*" if pattern else ""
-            raise CaseError([Problem(f"{folder} has no run{which}", "DIR", remedy=remedy)])
+            raise CaseError([Problem(f"{folder} has no run{which}", path="DIR", remedy=remedy)])
         render_history(runs, context.out)
         rows = tuple(HistoryRow(**asdict(each)) for each in runs)
         context.reply.facts = HistoryRows(runs=rows, left_out=tuple(problems))
