@@ -38,8 +38,10 @@ def shrink(
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.judgement import JudgementCache
+        from moeverify.verification.controller.machine import choose_device
         from moeverify.verification.controller.shrink import Shrinking
         from moeverify.verification.controller.smaller_cases import SmallerCases, examine_place
+        from moeverify.verification.launch.warm import warm_server
 
         case = _choose(selection.load())
         file = out or Path(case.file).with_name(f"{Path(case.file).stem}-small.yaml")
@@ -50,7 +52,7 @@ def shrink(
             golden_folder=None,
             require_goldens=False,
         )
-        with open_progress(context.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet) as progress, warm_server(choose_device(options.device)):
             cases = SmallerCases(
                 case,
                 selection.list_paths(),
