@@ -340,7 +340,7 @@ def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
     if trial.width:
         yield f"it is a layer: an embedding is before it and a head behind it, as wide as `{trial.width}`"
     if parameters > BUDGET:
-        yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
+        yield f"{parameters} parameters are left: no other argument or field of a configuration makes it smaller"
     if trial.seconds > _SECOND:
         yield f"a step takes {trial.seconds:.1f} s: a factory with sizes as arguments would be made smaller"
 
