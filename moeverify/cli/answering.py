@@ -31,7 +31,8 @@ class AnsweringCommand(BoundedCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command with its reply."""
-        file = ctx.params.pop("json") if self._is_added else ctx.params.get("json")
+        named = ctx.params.pop("json") if self._is_added else ctx.params.get("json")
+        file = None if named is None else Path(named)  # older versions of typer convert it in the call alone
         is_brief = ctx.params.get("json_brief", False)
         with replying(Reply(_name_command(ctx), file, is_brief=is_brief, is_format=not self._is_added)):
             return super().invoke(ctx)
