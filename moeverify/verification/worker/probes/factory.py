@@ -353,7 +353,8 @@ def main(factory: str, parallelize: str, fields: Mapping[str, Any], file: Path) 
     except CaseError as error:
         problem = error.problems[0]
         usual = _ONLY_NARROW if "dtype" in problem.message else _REMEDY
-        found = Refused(message=problem.message, remedy=problem.remedy or usual)
+        path = problem.path if problem.path.startswith("--") else ""
+        found = Refused(message=problem.message, path=path, remedy=problem.remedy or usual)
     except MoeverifyError as error:
         found = Refused(message=str(error))
     file.write_text(found.model_dump_json())
