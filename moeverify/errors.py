@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MOST_TEXT = 10_000
 """Maximum number of characters of a text of a user's program in a report."""
@@ -47,13 +47,17 @@ class CaseError(MoeverifyError):
 class FormatError(MoeverifyError):
     """A file written by moeverify (a golden, a run, a cache) is unreadable, truncated or of another version.
 
-    `problem` describes the defect, and `remedy` how to fix it, if known.
+    `problem` describes the defect with its place, and `remedy` how to fix it, if known. `place` has the same in
+    parts: `file`, `line` and `path` are those of a `Problem`.
     """
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        self.problem = problem
+    def __init__(
+        self, message: str, remedy: str = "", *, file: str = "", line: int | None = None, path: str = ""
+    ) -> None:
+        self.place = Problem(message, file, line, path, remedy)
+        self.problem = str(replace(self.place, remedy=""))
         self.remedy = remedy
-        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        super().__init__(str(self.place))
 
 
 def join_problems(problems: list[str]) -> str:

@@ -195,18 +195,18 @@ class JsonFile:
             raw = read_input(path, most)
             raw = _unzip(raw, most) if raw.startswith(_GZIP) else raw
         except FileNotFoundError:
-            raise FormatError(f"{path} does not exist", remedy) from None
+            raise FormatError("there is no such file", remedy, file=str(path)) from None
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise FormatError(f"{path} is damaged: {error}", remedy) from error
+            raise FormatError(f"damaged: {error}", remedy, file=str(path)) from error
         except OSError as error:
-            raise FormatError(f"{path} cannot be read: {error.strerror or error}", remedy) from error
+            raise FormatError(f"cannot be read: {error.strerror or error}", remedy, file=str(path)) from error
         damage: Damaged | None = None
         try:
             content = unseal(raw)
         except Damaged as error:
             content, damage = None, error
             if error.line is not None:
-                raise FormatError(f"{path}:{error.line}: {error}", remedy) from None
+                raise FormatError(str(error), remedy, file=str(path), line=error.line) from None
         text = _decode(raw if content is None else content, path, remedy)
         try:
             value = parse_json(text, finite=finite)
@@ -214,21 +214,21 @@ class JsonFile:
             message = f"not valid JSON, or it was cut off ({error.msg})"
             if isinstance(error, BeyondLimit) or not text.strip():
                 message = error.msg if text.strip() else "the file is empty"
-            raise FormatError(f"{path}:{error.lineno}: {message}", remedy) from None
+            raise FormatError(message, remedy, file=str(path), line=error.lineno) from None
         if damage is not None:
-            raise FormatError(f"{path}: {damage}", remedy)
+            raise FormatError(str(damage), remedy, file=str(path))
         return cls(path, remedy, value, content is not None, text)
 
     def refuse(self, message: str, *path: Step) -> NoReturn:
         """Raise a FormatError about the value at `path`, with its line."""
-        place = f"{self.path}:{find_line(self._text, path)}: {name_path(path)}" if path else f"{self.path}"
-        raise FormatError(f"{place}: {message}", self.remedy)
+        line = find_line(self._text, path) if path else None
+        raise FormatError(message, self.remedy, file=str(self.path), line=line, path=name_path(path))
 
     def require_seal(self) -> None:
         """Raise a FormatError if the file has no checksum."""
         if not self.is_sealed:
             last = self._text.rstrip().count("\n")
-            raise FormatError(f"{self.path}:{last}: damaged: the checksum is missing", self.remedy)
+            raise FormatError("damaged: the checksum is missing", self.remedy, file=str(self.path), line=last)
 
     def get_object(self) -> dict[str, Any]:
         """Return the content, a JSON object.
@@ -275,8 +275,8 @@ def _decode(raw: bytes, path: Path, remedy: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
-        message = f"{path}:{line}: the file is not text (byte 0x{raw[error.start]:02x} is not UTF-8)"
-        raise FormatError(message, remedy) from None
+        message = f"the file is not text (byte 0x{raw[error.start]:02x} is not UTF-8)"
+        raise FormatError(message, remedy, file=str(path), line=line) from None
 
 
 def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, Any]]:
@@ -295,14 +295,14 @@ def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, Any]]:
                     return
                 yield number, parse_json(open_line(line.removesuffix(b"\n")))
     except FileNotFoundError:
-        raise FormatError(f"{path} does not exist", remedy) from None
+        raise FormatError("there is no such file", remedy, file=str(path)) from None
     except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror or error}", remedy) from error
+        raise FormatError(f"cannot be read: {error.strerror or error}", remedy, file=str(path)) from error
     except Damaged as error:
-        raise FormatError(f"{path}:{number}: {error}", remedy) from None
+        raise FormatError(str(error), remedy, file=str(path), line=number) from None
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not text"
-        raise FormatError(f"{path}:{number}: not a line of JSON ({reason})", remedy) from None
+        raise FormatError(f"not a line of JSON ({reason})", remedy, file=str(path), line=number) from None
 
 
 def _is_cut_off(line: bytes) -> bool:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from moeverify.cli.bounds import BoundedCommand
+from moeverify.cli.answering import AnsweringCommand, TextCommand, usage_answered
 from moeverify.cli.streams import standard_streams
 
 _FEW_COLLECTIONS = 100_000
@@ -57,8 +57,22 @@ EXAMPLES: Mapping[str, str] = {
 """One command line for the `--help` of each command."""
 
 
+_TEXTS = ("explain", "schema", "serve", "skill", "watch")
+"""The commands without `--json`."""
+
+
 class _Sections(TyperGroup):
-    """The commands of `--help` by section."""
+    """The commands of `--help` by section; bad usage of any of them is answered in JSON, if asked for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the options before the command."""
+        ctx.meta[__name__] = tuple(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Parse the rest, and run the command."""
+        with usage_answered(ctx.meta[__name__]):
+            return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write a list of commands for each section."""
@@ -88,11 +102,11 @@ def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
         example = f"\b\nExample: moeverify {EXAMPLES[name]}"
         if isinstance(command, typer.Typer):
             for each in command.registered_commands:
-                each.cls = BoundedCommand
+                each.cls = AnsweringCommand
             app.add_typer(command, name=name, epilog=example)
         else:
             epilog = f"{example}\n\n{_list_checks()}" if name == "check" else example
-            app.command(cls=BoundedCommand, epilog=epilog)(command)
+            app.command(cls=TextCommand if name in _TEXTS else AnsweringCommand, epilog=epilog)(command)
     return app
 
 

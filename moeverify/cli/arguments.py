@@ -76,9 +76,6 @@ GoldenFolder = Annotated[
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Show only cases that did not pass, and the last line.")
 ]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-]
 Ranks = Annotated[
     int | None,
     typer.Option(

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, JsonFile, Quiet, Ranks, Timeout
+from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
 from moeverify.cli.context import BAD_INPUT, FAILED, open_context, postponed_signals
 from moeverify.cli.options import OptionGroup, with_groups
-from moeverify.cli.reply import Reply
 from moeverify.cli.track import Tracking
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ _Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps 
 class BenchFiles(OptionGroup):
     """Files written in addition to the tables."""
 
-    json: JsonFile = None
     plots: Annotated[
         Path | None, typer.Option("--plots", metavar="DIR", help="Write a picture of the sweep as PNG.")
     ] = None
@@ -104,7 +102,7 @@ def bench(
 
     Needs no golden: `moeverify run` checks the results. Ctrl-C keeps the measurements so far.
     """
-    with open_context(reply := Reply("bench", files.json)) as context:
+    with open_context() as context:
         from moeverify.report.bench import render_bench
         from moeverify.report.figures import list_bench_figures
         from moeverify.report.progress import open_progress
@@ -132,7 +130,7 @@ def bench(
             if result is not None:
                 with postponed_signals():
                     result = _complete(mark_swept(result, combinations))
-                    reply.document = result.model_dump_json(indent=1)
+                    context.reply.document = result.model_dump_json(indent=1)
                     files.write(result, folders)
                     render_bench(result, context.out)
         if result is None:  # only the first of several ranks reports

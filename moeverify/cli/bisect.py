@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import open_context
-from moeverify.cli.reply import Reply
 
 _UNDECIDED = 4
 
@@ -34,7 +32,6 @@ def bisect(
     ],
     *,
     jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Verify so many commits at a time.")] = 1,
-    json: JsonFile = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result.")] = False,
 ) -> None:
     """Find the commit since which a case fails: `moeverify bisect v1..HEAD -- verify/tp.yaml`.
@@ -42,7 +39,7 @@ def bisect(
     Each commit is checked out into a temporary worktree. Commits without a verdict are skipped. Exits with 0
     if the commit is found, 2 if an end of the range has the wrong verdict, 4 if only skipped commits are left.
     """
-    with open_context(reply := Reply("bisect", json)) as context:
+    with open_context() as context:
         from moeverify.report.bisection import render_bisection
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.bisect import CommitSearch
@@ -65,7 +62,7 @@ def bisect(
                 search = CommitSearch(repository, folder, judge, shown.on_event, jobs)
                 result = search.find(good, bad)
                 result = result.model_copy(update={"notes": (*result.notes, *judge.list_notes())})
-        reply.document = result.model_dump_json(indent=2) + "\n"
+        context.reply.document = result.model_dump_json(indent=2) + "\n"
         render_bisection(result, context.out)
         raise typer.Exit(0 if result.outcome == "found" else _UNDECIDED)
 

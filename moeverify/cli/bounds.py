@@ -30,8 +30,8 @@ class BoundedCommand(TyperCommand):
             rest = super().parse_args(ctx, args)
         except Exception as error:
             text = getattr(error, "message", None)
-            if isinstance(text, str):  # of a usage error, which repeats the value
-                error.message = elide(clean(text), MOST_TEXT)  # type: ignore[attr-defined]
+            if isinstance(text, str):  # of a usage error, which repeats the value; pydantic adds a prefix
+                error.message = elide(clean(text.removeprefix("Value error, ")), MOST_TEXT)  # type: ignore[attr-defined]
             raise
         for param in self.params:
             problem = find_problem(ctx.params.get(param.name))

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moeverify.cli.arguments import CaseSelection, JsonFile
+from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
-from moeverify.cli.reply import Reply
 
 
 @with_groups
-def check(*, selection: CaseSelection, json: JsonFile = None) -> None:
+def check(*, selection: CaseSelection) -> None:
     """Validate cases without running them.
 
     Prints one line a case, or all problems. The functions that cases name must exist; they are not imported.
     """
-    with open_context(reply := Reply("check", json)) as context:
+    with open_context() as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.errors import CaseError
         from moeverify.report.case_list import describe_recipe, render_catalog
@@ -38,5 +37,5 @@ def check(*, selection: CaseSelection, json: JsonFile = None) -> None:
             for case in cases
         )
         render_catalog(checked, context.out)
-        reply.facts = CheckedCases(cases=checked)
-        reply.advise(["run", *selection.list_words()], "verify them")
+        context.reply.facts = CheckedCases(cases=checked)
+        context.reply.advise(["run", *selection.list_words()], "verify them")

@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption, JsonFile
+from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
 from moeverify.cli.context import EXIT_CODES, open_context
-from moeverify.cli.reply import Reply
 from moeverify.results.collective_name import CollectiveName
 
 _Name = Annotated[
@@ -38,14 +37,13 @@ def comm(
     backward: _Backward = False,
     device: DeviceOption = Device.auto,
     backend: BackendOption = Backend.auto,
-    json: JsonFile = None,
 ) -> None:
     """Run one collective on real ranks, and show the input, sends, receives and output of each.
 
     Element i of rank r is 100 r + i, so that a number says where it comes from. The outputs are compared with the
     definition, bit for bit.
     """
-    with open_context(reply := Reply("comm", json)) as context:
+    with open_context() as context:
         from moeverify.report.collective_run import render_collective
         from moeverify.report.progress import show_work
         from moeverify.verification.controller.collective import run_collective
@@ -64,7 +62,7 @@ def comm(
         if found is None:  # only the first of several ranks reports
             return
         render_collective(found, context.out)
-        reply.document = found.model_dump_json(indent=1)
+        context.reply.document = found.model_dump_json(indent=1)
         raise typer.Exit(EXIT_CODES["mismatch" if found.wrong_ranks else "pass"])
 
 

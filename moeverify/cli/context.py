@@ -16,11 +16,11 @@ import typer
 
 from moeverify.cli.github import publish_error
 from moeverify.cli.refusals import describe_refusal, is_bad_input, lacks_memory
+from moeverify.cli.reply import Reply, current_reply
+from moeverify.errors import Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from moeverify.cli.reply import Reply
 
 EXIT_CODES = {"pass": 0, "mismatch": 1, "undecided": 4, "error": 3}
 BAD_INPUT = 2
@@ -51,18 +51,24 @@ class Ended(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class CommandContext:
-    """The consoles of a command: results to `out`, errors to `err`; only the first rank prints."""
+    """The consoles of a command, and its reply: results to `out`, errors to `err`; only the first rank prints."""
 
     out: Console
     err: Console
     is_first: bool
+    reply: Reply
+
+    def fail(self, text: str) -> None:
+        """Print an error after which the command goes on, and add it to the reply."""
+        self.err.print(f"error: {text}", soft_wrap=True)
+        self.reply.problems.append(Problem(text))
 
 
 @contextmanager
-def open_context(reply: Reply | None = None) -> Iterator[CommandContext]:
+def open_context() -> Iterator[CommandContext]:
     """Yield the consoles of a command, and turn exceptions into a message and an exit code.
 
-    A reply is written by the first rank, however the command ends. Raises: typer.Exit.
+    The first rank writes the reply of the command, however that ends. Raises: typer.Exit.
     """
     from moeverify.report.console import open_console
 
@@ -72,10 +78,11 @@ def open_context(reply: Reply | None = None) -> Iterator[CommandContext]:
         open_console(sys.stdout, width=width, quiet=not is_first),
         open_console(sys.stderr, width=width, quiet=not is_first),
         is_first,
+        current_reply(),
     )
     for stream in (sys.stdout, sys.stderr):
         _print_anything(stream)
-    answer = reply if is_first else None
+    answer = context.reply if is_first else None
     code, error, is_over = 0, None, False
     try:
         with _ends_on_signals():

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile, Quiet
+from moeverify.cli.arguments import Quiet
 from moeverify.cli.context import open_context
-from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.tools.weights.description import Description
@@ -52,14 +51,13 @@ def convert(
         float,
         typer.Option("--shard-size", min=0.0, metavar="GB", help="The most that a safetensors file holds."),
     ] = 5.0,
-    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Convert weights between safetensors of Hugging Face, DCP and megablocks, bit for bit.
 
     Streams: about one piece of 64 MiB is in memory. DESTINATION appears when it is complete, or not at all.
     """
-    with open_context(reply := Reply("convert", json)) as context:
+    with open_context() as context:
         from moeverify.report.transfer import describe_transfer, open_transfer
         from moeverify.results.answer import ConvertResult
         from moeverify.tools.weights.stream import convert as convert_weights
@@ -81,7 +79,7 @@ def convert(
         context.out.print(
             f"{source} ({done.source_kind}) -> {destination} ({to.value}): {text}", soft_wrap=True
         )
-        reply.facts = ConvertResult(
+        context.reply.facts = ConvertResult(
             source=str(source),
             destination=str(destination),
             destination_kind=to.value,

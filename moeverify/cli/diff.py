@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import open_context
-from moeverify.cli.reply import Reply
 
 
 def diff(
@@ -20,13 +18,12 @@ def diff(
         float,
         typer.Option("--factor", min=1.0, help="Tell errors and bounds that changed by more than this."),
     ] = 10.0,
-    json: JsonFile = None,
 ) -> None:
     """List the changes from one run to another.
 
     Exits with 1 when verdicts differ, or when only one of the runs has a case.
     """
-    with open_context(reply := Reply("diff", json)) as context:
+    with open_context() as context:
         from moeverify.report.changes import compare_runs, render_changes, same_verdicts
         from moeverify.report.formats.json import read_run
         from moeverify.report.progress import show_work
@@ -36,5 +33,5 @@ def diff(
             old, new = read_run(before), read_run(after)
             changes = compare_runs(old, new, factor=factor)
         render_changes(changes, old, new, context.out)
-        reply.facts = RunChanges(changes=tuple(RunChange(**asdict(each)) for each in changes))
+        context.reply.facts = RunChanges(changes=tuple(RunChange(**asdict(each)) for each in changes))
         raise typer.Exit(0 if same_verdicts(changes) else 1)

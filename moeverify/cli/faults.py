@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, JsonFile, Quiet
+from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections, postponed_signals
-from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,17 +74,17 @@ Only = Annotated[
 
 
 @faults.command("list")
-def list_faults(numbers: Numbers = None, *, pattern: Words = None, json: JsonFile = None) -> None:
+def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
     """List faults, one a line: number, class, the bug, and where it happened."""
-    with open_context(reply := Reply("faults list", json)) as context:
+    with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
         with own_sections():
             chosen = choose_faults(numbers or [], pattern)
         for fault in chosen:
             context.out.print(describe(fault), markup=False, highlight=False, soft_wrap=True)
-        reply.facts = _describe_faults(chosen)
-        reply.advise(["faults", "run", *(fault.number for fault in chosen[:1])], "inject one")
+        context.reply.facts = _describe_faults(chosen)
+        context.reply.advise(["faults", "run", *(fault.number for fault in chosen[:1])], "inject one")
 
 
 def _describe_faults(chosen: Sequence[Fault]) -> ListedFaults:
@@ -107,17 +106,17 @@ def _describe_faults(chosen: Sequence[Fault]) -> ListedFaults:
 
 
 @faults.command("show")
-def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")], *, json: JsonFile = None) -> None:
+def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> None:
     """Show the origin of a fault, its effect, and how to run a case with it."""
-    with open_context(reply := Reply("faults show", json)) as context:
+    with open_context() as context:
         from moeverify.cases.axes.describe import describe_layout
         from moeverify.cases.schema import PRECISIONS
         from moeverify.faults.choice import choose_faults, find_class
         from moeverify.report.words.expected import describe_expected
 
         chosen = choose_faults(numbers)
-        reply.facts = _describe_faults(chosen)
-        reply.advise(["faults", "run", *(fault.number for fault in chosen)], "inject them")
+        context.reply.facts = _describe_faults(chosen)
+        context.reply.advise(["faults", "run", *(fault.number for fault in chosen)], "inject them")
         for fault in chosen:
             expected = describe_expected(fault.expected.where, fault.expected.causes)
             group = find_class(fault)
@@ -150,14 +149,13 @@ def run(
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
-    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Inject faults, one run each, and say which were detected, located and named.
 
     Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
-    with open_context(reply := Reply("faults run", json)) as context:
+    with open_context() as context:
         from moeverify.explain.fitting.order import EXPLAIN
         from moeverify.faults.choice import choose_faults
         from moeverify.report.files import check_writable
@@ -178,7 +176,7 @@ def run(
         words += [] if escalate else ["--no-escalate"]
         words += [f"--without {name}" for name in without or ()] + [f"--only {name}" for name in only or ()]
         with postponed_signals():
-            reply.document = _report_faults(rows, context, device, " ".join(words), markdown)
+            context.reply.document = _report_faults(rows, context, device, " ".join(words), markdown)
         missed = {"pass": "mismatch"}  # a missed fault has the verdict pass
         verdicts = ["pass" if row.detected else missed.get(row.verdict, row.verdict) for row in rows]
         raise typer.Exit(_conclude(verdicts))
@@ -253,14 +251,13 @@ def clean(
     markdown: Output = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
-    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Run clean cases over layouts, precisions, recipes and seeds; every alarm is a false one.
 
     Exit code 1 when there was an alarm, 3 when a rank failed.
     """
-    with open_context(reply := Reply("faults clean", json)) as context:
+    with open_context() as context:
         from moeverify.report.faults import summarize_clean, write_clean
         from moeverify.report.files import check_writable, write_atomically
         from moeverify.report.progress import open_progress
@@ -282,7 +279,7 @@ def clean(
             command = f"moeverify faults clean --seeds {num_seeds}"
             command += f" -k '{pattern}'" if pattern is not None else ""
             write_atomically(markdown, write_clean(rows, environment, command))
-        reply.facts = CleanRuns(environment=environment, runs=tuple(rows))
+        context.reply.facts = CleanRuns(environment=environment, runs=tuple(rows))
         raise typer.Exit(_conclude([row.verdict for row in rows]))
 
 
@@ -302,7 +299,6 @@ def mutate(
             "--keep", metavar="FOLDER", help="Keep each result there, and run only those without one."
         ),
     ] = None,
-    json: JsonFile = None,
     markdown: Output = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, max=1e7, help="Seconds for one mutant.")
@@ -317,7 +313,7 @@ def mutate(
 
     Exit code 1 when a mutant survived that should not.
     """
-    with open_context(reply := Reply("faults mutate", json)) as context:
+    with open_context() as context:
         if list_only:
             _print_mutants(context.out)
             return
@@ -335,7 +331,7 @@ def mutate(
             ran = run_mutants(how, options, progress.on_event)
         _print_rates(context.out, ran, precision)
         command = _name_command(how)
-        reply.document = write_json(ran.rows, ran.environment, command)
+        context.reply.document = write_json(ran.rows, ran.environment, command)
         if markdown is not None:
             counts = (ran.num_all, ran.num_unreached)
             write_atomically(markdown, write_mutants(ran.rows, ran.environment, command, counts))

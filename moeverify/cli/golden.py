@@ -13,13 +13,11 @@ from moeverify.cli.arguments import (
     Device,
     DeviceOption,
     GoldenFolder,
-    JsonFile,
     Quiet,
     Timeout,
 )
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
-from moeverify.cli.reply import Reply
 
 
 @with_groups
@@ -44,11 +42,10 @@ def golden(
     cache: CacheFolder = None,
     goldens: GoldenFolder = DEFAULT_GOLDENS,
     timeout: Timeout = None,
-    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Record or refresh the goldens of cases."""
-    with open_context(reply := Reply("golden", json)) as context:
+    with open_context() as context:
         cases = selection.load()
         from moeverify.report.files import check_writable
         from moeverify.report.goldens import is_stale, render_goldens, render_plans
@@ -70,14 +67,14 @@ def golden(
             with show_work(context.err, "measuring this device", quiet=quiet):
                 plans = plan_goldens(cases, options)
             render_plans(plans, context.out)
-            reply.facts = Goldens(plans=tuple(plans))
-            reply.advise(["golden", *selection.list_words(), "--sketch"], "record them")
+            context.reply.facts = Goldens(plans=tuple(plans))
+            context.reply.advise(["golden", *selection.list_words(), "--sketch"], "record them")
             return
         with open_progress(context.out, quiet=quiet, noun="golden") as progress:
             rows = record_goldens(cases, options, progress.on_event, check=check)
         render_goldens(rows, context.out)
-        reply.facts = Goldens(goldens=tuple(rows))
+        context.reply.facts = Goldens(goldens=tuple(rows))
         is_wrong = check and is_stale(rows)
         purpose = "record them, after a look at the change" if is_wrong else "verify the cases"
-        reply.advise(["golden" if is_wrong else "run", *selection.list_words()], purpose)
+        context.reply.advise(["golden" if is_wrong else "run", *selection.list_words()], purpose)
         raise typer.Exit(1 if is_wrong else 0)

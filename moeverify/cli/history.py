@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import BAD_INPUT, open_context
-from moeverify.cli.reply import Reply
 
 
 def history(
@@ -21,13 +19,12 @@ def history(
     pattern: Annotated[
         str, typer.Option("-k", metavar="TEXT", help="Only cases with this text in their names.")
     ] = "",
-    json: JsonFile = None,
 ) -> None:
     """List kept runs, the oldest first: verdicts, and the largest error over its bound.
 
     The exit code says only whether there are runs.
     """
-    with open_context(reply := Reply("history", json)) as context:
+    with open_context() as context:
         from moeverify.errors import CaseError, Problem
         from moeverify.report.history import list_runs, render_history
         from moeverify.report.progress import show_work
@@ -40,8 +37,8 @@ def history(
         if not runs:
             remedy = "`moeverify run CASE --out DIR/NAME` keeps one"
             which = f" with a case named *{pattern}*" if pattern else ""
-            raise CaseError([Problem(f"{folder} has no run{which}", "DIR", remedy=remedy)])
+            raise CaseError([Problem(f"{folder} has no run{which}", path="DIR", remedy=remedy)])
         render_history(runs, context.out)
         rows = tuple(HistoryRow(**asdict(each)) for each in runs)
-        reply.facts = HistoryRows(runs=rows, left_out=tuple(problems))
+        context.reply.facts = HistoryRows(runs=rows, left_out=tuple(problems))
         raise typer.Exit(BAD_INPUT if problems else 0)

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context
-from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.results.factory import TriedModel
@@ -47,14 +45,13 @@ def init(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try everything, and print the files instead of writing them.")
     ] = False,
-    json: JsonFile = None,
 ) -> None:
     """Write cases, a test and a CI workflow for a model of your own.
 
     Tries the model on one device, makes it smaller by its own configuration, and runs it under the layouts
     that fit. Run it again after changes: files that you have edited are left alone.
     """
-    with open_context(reply := Reply("init", json)) as context:
+    with open_context() as context:
         from moeverify.report.progress import open_progress, show_work
         from moeverify.verification.controller import init as trials
 
@@ -70,7 +67,7 @@ def init(
             if pairs := trials.combine(tried):
                 more, second = trials.try_layouts(model, root, str(folder), pairs, progress.on_event)
                 tried, result = [*tried, *more], result.answered((*result.cases, *second.cases), second)
-        raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context, reply))
+        raise typer.Exit(_finish(model, tried, result, root, folder, dry_run, context))
 
 
 def _check_folder(folder: Path, root: Path, dry_run: bool) -> None:
@@ -117,7 +114,6 @@ def _finish(
     folder: Path,
     dry_run: bool,
     context: CommandContext,
-    reply: Reply,
 ) -> int:
     """Write the files of the layouts that apply, print everything, and return the exit code."""
     from moeverify.report.console import print_fact
@@ -138,12 +134,12 @@ def _finish(
         TriedLayout(name=each.candidate.name, verdict=each.result.verdict, obstacle=each.obstacle)
         for each in tried
     )
-    reply.facts = InitResult(model=model, layouts=layouts)
+    context.reply.facts = InitResult(model=model, layouts=layouts)
     obstacles = [(each.candidate.name, each.obstacle) for each in tried if each.obstacle]
     for text, names in group_texts(obstacles):
         print_fact(out, "left out", f"{', '.join(names)}: {text}", indent=0)
     if not cases:
-        context.err.print("error: no layout applies to this model, and no file was written", soft_wrap=True)
+        context.fail("no layout applies to this model, and no file was written")
         return BAD_INPUT
     files = list(list_files(root, str(folder), model, [each.candidate for each in applied]))
     states: list[tuple[Path, str]] = []
@@ -157,7 +153,7 @@ def _finish(
             print_fact(out, label, f"{path}{note}", indent=0)
             states.append((path, state))
         print_fact(out, "next", f"moeverify run {folder}, or pytest tests/test_layouts.py", indent=0)
-        reply.advise(["run", folder], "verify the layouts")
+        context.reply.advise(["run", folder], "verify the layouts")
     written = tuple(WrittenFile(path=str(path), state=state) for path, state in states)
-    reply.facts = InitResult(model=model, layouts=layouts, files=written)
+    context.reply.facts = InitResult(model=model, layouts=layouts, files=written)
     return EXIT_CODES[verdict]

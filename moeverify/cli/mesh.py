@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, JsonFile
+from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
-from moeverify.cli.reply import Reply
 
 
 @with_groups
@@ -22,13 +21,12 @@ def mesh(
             "--ranks-per-node", min=1, metavar="N", help="Show which groups stay inside a node of N ranks."
         ),
     ] = None,
-    json: JsonFile = None,
 ) -> None:
     """Show the device mesh of each case.
 
     Its axes and groups, and each rank's coordinates and data.
     """
-    with open_context(reply := Reply("mesh", json)) as context:
+    with open_context() as context:
         from moeverify.report.mesh import render
         from moeverify.results.mesh import MeshPictures
         from moeverify.verification.controller.mesh import make_picture
@@ -38,5 +36,5 @@ def mesh(
             if position:
                 context.out.print()
             render(picture, context.out)
-        reply.facts = MeshPictures(meshes=pictures)
-        reply.advise(["run", *selection.list_words()], "verify these cases")
+        context.reply.facts = MeshPictures(meshes=pictures)
+        context.reply.advise(["run", *selection.list_words()], "verify these cases")

@@ -35,9 +35,6 @@ def operators(
         str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, if several failed.")
     ] = None,
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page.")] = Path("operators.html"),
-    json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the operators as JSON too.")
-    ] = None,
 ) -> None:
     """List the operators of a step on both sides, each with its counterpart and its error.
 
@@ -46,15 +43,14 @@ def operators(
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
-        from moeverify.report.operator_file import write as write_json
+        from moeverify.report.operator_file import format_table
         from moeverify.report.operator_page import describe_table, write
         from moeverify.report.progress import show_work
 
-        check_writable([html, *([] if json is None else [json])])
+        check_writable([html])
         with show_work(context.err, f"listing the operators of {run}"):
             table = _read_kept(run, case) if other is None else _compare(run, other, case)
-            if json is not None:
-                write_json(table, json)
+            context.reply.document = format_table(table)
             write(table, html)
         for line in describe_table(table):
             context.out.print(line, soft_wrap=True, highlight=False, markup=False)

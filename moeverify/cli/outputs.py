@@ -16,8 +16,6 @@ from moeverify.cli.options import OptionGroup
 from moeverify.report.formats.registry import FORMATS, write_run
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from moeverify.cli.context import CommandContext
     from moeverify.report.next_steps import Kept
     from moeverify.results.run import RunResult
@@ -109,24 +107,27 @@ class Outputs(OptionGroup):
             from moeverify.report.brief import format_brief
 
             typer.echo(format_brief(run, kept))
+            context.reply.is_brief = False
 
-    def write(self, run: RunResult, console: Console | None = None, *, quiet: bool = False) -> list[str]:
+    def write(self, run: RunResult, context: CommandContext, *, quiet: bool = False) -> list[str]:
         """Write all requested files, and return the failures with their reasons.
 
-        The console, if any, shows that this is going on. Files are written even if its reader is gone.
+        The console of errors shows that this is going on. Files are written even if its reader is gone.
         """
         from moeverify.report.progress import show_work
 
         files = list(self._list_files())
         failures = []
         shown = ExitStack()
-        if files and console is not None:
+        if files:
             names = ", ".join(str(path) for _, path in files)
             with suppress(OSError):
-                shown.enter_context(show_work(console, f"writing {names}", quiet=quiet))
+                shown.enter_context(show_work(context.err, f"writing {names}", quiet=quiet))
         for name, path in files:
             try:
                 write_run(name, run, path)
+                if path == context.reply.file:
+                    context.reply.file = None
             except OSError as error:
                 failures.append(f"{path} was not written: {error.strerror or error}")
             except Exception as error:  # while drawing or rendering; the rest is still written

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import JsonFile
 from moeverify.cli.context import open_context
-from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.tools.placement.plan import PlacementPlan
@@ -59,7 +57,6 @@ def place(
     last: _Last = None,
     out: _Out = None,
     svg: _Svg = None,
-    json: JsonFile = None,
 ) -> None:
     """Place experts where the load is, with replicas of hot ones in spare slots.
 
@@ -67,7 +64,7 @@ def place(
     """
     from json import dumps
 
-    with open_context(reply := Reply("place", json)) as context:
+    with open_context() as context:
         from moeverify.report.files import check_writable
         from moeverify.report.progress import show_work
         from moeverify.tools.placement.cluster import Cluster
@@ -94,7 +91,7 @@ def place(
             )
         print_plan(plan, context.out, name=str(trace))
         _write_files(plan, out, svg)
-        reply.document = dumps(plan_to_dict(plan))
+        context.reply.document = dumps(plan_to_dict(plan))
 
 
 def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None) -> None:

@@ -50,11 +50,11 @@ def report(
             result = read_run(run)
         outputs.check()
         with postponed_signals():
-            failures = outputs.write(result, context.err, quiet=quiet)
+            failures = outputs.write(result, context, quiet=quiet)
             outputs.render(result, context, Kept.at(run), quiet=quiet)
             failures += outputs.publish(result, context)
             for failure in failures:
-                context.err.print(f"error: {failure}", soft_wrap=True)
+                context.fail(failure)
         raise typer.Exit(BAD_INPUT if failures else 0)
 
 

@@ -13,12 +13,10 @@ from moeverify.cli.arguments import (
     Device,
     DeviceOption,
     Fault,
-    JsonFile,
     Timeout,
 )
 from moeverify.cli.context import EXIT_CODES, open_context
 from moeverify.cli.options import with_groups
-from moeverify.cli.reply import Reply
 
 
 @with_groups
@@ -39,13 +37,12 @@ def route(
     device: DeviceOption = Device.auto,
     backend: BackendOption = Backend.auto,
     timeout: Timeout = None,
-    json: JsonFile = None,
 ) -> None:
     """Follow one batch of each case: which token goes to which expert on which rank, counts, drops, load.
 
     The rows that the experts got show where a token was computed, not the layout. Needs no golden.
     """
-    with open_context(reply := Reply("route", json)) as context:
+    with open_context() as context:
         from pydantic import TypeAdapter
 
         from moeverify.report.progress import show_work
@@ -70,7 +67,7 @@ def route(
             if position:
                 context.out.print()
             render_route(report, context.out)
-        reply.document = TypeAdapter(list[RouteReport]).dump_json(found, indent=1).decode()
+        context.reply.document = TypeAdapter(list[RouteReport]).dump_json(found, indent=1).decode()
         verdicts = {
             "error" if each.result is None else "pass" if each.result.is_right else "mismatch"
             for each in found

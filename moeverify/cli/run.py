@@ -232,7 +232,7 @@ class _Verification:
         from moeverify.report.figures import list_run_figures
 
         for failure in self.finished.failures:
-            context.err.print(f"error: {failure}", soft_wrap=True)
+            context.fail(failure)
         is_tracked = tracking.write(list_run_figures(self.result), context)
         if self.judging.debug:
             debug_first(self.cases, self.result, self.options, context)
@@ -325,7 +325,7 @@ def _deliver(
 
     if not result.command:
         result = result.model_copy(update={"command": shlex.join(["moeverify", *sys.argv[1:]])})
-    failures = outputs.write(result, context.err, quiet=quiet)
+    failures = outputs.write(result, context, quiet=quiet)
     with suppress(BrokenPipeError):  # the verdict does not depend on the reader
         if timings:
             from moeverify.report.timings import render_timings
@@ -334,6 +334,6 @@ def _deliver(
         outputs.render(result, context, Kept(outputs.folder, outputs.files.get("json")), quiet=quiet)
         failures += outputs.publish(result, context)
     for failure in failures:
-        context.err.print(f"error: {failure}", soft_wrap=True)
+        context.fail(failure)
     is_allowed = result.allows_undecided and result.verdict == "undecided"
     return (0 if is_allowed else EXIT_CODES[result.verdict]) or (BAD_INPUT if failures else 0)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, JsonFile, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
 from moeverify.cli.context import CommandContext, open_context, postponed_signals
 from moeverify.cli.options import with_groups
-from moeverify.cli.reply import Reply
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
@@ -28,7 +27,6 @@ def shrink(
         typer.Option("--out", metavar="FILE", help="The case file to write. Default: NAME-small.yaml."),
     ] = None,
     settings: RunSettings,
-    json: JsonFile = None,
     quiet: Quiet = False,
 ) -> None:
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
@@ -36,12 +34,14 @@ def shrink(
     Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
     wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far.
     """
-    with open_context(reply := Reply("shrink", json)) as context:
+    with open_context() as context:
         from moeverify.report.files import check_writable
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.judgement import JudgementCache
+        from moeverify.verification.controller.machine import choose_device
         from moeverify.verification.controller.shrink import Shrinking
         from moeverify.verification.controller.smaller_cases import SmallerCases, examine_place
+        from moeverify.verification.launch.warm import warm_server
 
         case = _choose(selection.load())
         file = out or Path(case.file).with_name(f"{Path(case.file).stem}-small.yaml")
@@ -52,7 +52,7 @@ def shrink(
             golden_folder=None,
             require_goldens=False,
         )
-        with open_progress(context.out, quiet=quiet) as progress:
+        with open_progress(context.out, quiet=quiet) as progress, warm_server(choose_device(options.device)):
             cases = SmallerCases(
                 case,
                 selection.list_paths(),
@@ -68,9 +68,9 @@ def shrink(
                 reduction.search()
             except BaseException:
                 with postponed_signals():
-                    _write(cases, reduction, file, context, reply, is_whole=False)
+                    _write(cases, reduction, file, context, is_whole=False)
                 raise
-        _write(cases, reduction, file, context, reply, is_whole=True)
+        _write(cases, reduction, file, context, is_whole=True)
 
 
 def _choose(cases: list[Case]) -> Case:
@@ -90,7 +90,6 @@ def _write(
     reduction: Shrinking,
     file: Path,
     context: CommandContext,
-    reply: Reply,
     *,
     is_whole: bool,
 ) -> None:
@@ -126,9 +125,9 @@ def _write(
     print_fact(context.out, "tried", f"{reduction.num_tried} cases{end}", indent=0)
     print_fact(context.out, "written", str(file), indent=0)
     fault = cases.options.fault
-    reply.advise(["run", file, *(["--fault", fault] if fault else [])], "verify the smaller case")
-    print_fact(context.out, "next", reply.next[-1][0], indent=0)
-    reply.facts = ShrinkResult(
+    context.reply.advise(["run", file, *(["--fault", fault] if fault else [])], "verify the smaller case")
+    print_fact(context.out, "next", context.reply.next[-1][0], indent=0)
+    context.reply.facts = ShrinkResult(
         case=cases.case.name,
         file=cases.case.file,
         written=str(file),

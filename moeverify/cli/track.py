@@ -56,8 +56,7 @@ class Tracking(OptionGroup):
             try:
                 log_figures(tracker, figures, commit, self.track_dir / tracker.value)
             except Exception as error:  # services may raise anything
-                text = f"error: --track {tracker} wrote nothing: {type(error).__name__}: {error}"
-                context.err.print(text, soft_wrap=True)
+                context.fail(f"--track {tracker} wrote nothing: {type(error).__name__}: {error}")
                 is_written = False
         return is_written
 

@@ -31,12 +31,12 @@ def choose_faults(words: Sequence[str], pattern: str | None = None) -> list[Faul
         try:
             matches = compile_pattern(pattern)
         except PatternError as error:
-            problems.append(Problem(f"`{pattern}` cannot be read: {error}", "-k"))
+            problems.append(Problem(f"`{pattern}` cannot be read: {error}", path="-k"))
         else:
             left = [fault for fault in left if matches(describe(fault))]
             if not left and not problems:
                 message = f"no fault of {len(chosen)} matches `{pattern}`"
-                problems.append(Problem(message, "-k", remedy="`moeverify faults list` shows all"))
+                problems.append(Problem(message, path="-k", remedy="`moeverify faults list` shows all"))
     if problems:
         raise CaseError(problems)
     return left
@@ -50,7 +50,7 @@ def find_target(number: str) -> str:
     found = load_faults().get(number.upper())
     if found is None:
         remedy = "write `package.module:function`, or a number of `moeverify faults list`"
-        raise CaseError([Problem(f"`{number}` is no function, and no fault", "--fault", remedy=remedy)])
+        raise CaseError([Problem(f"`{number}` is no function, and no fault", path="--fault", remedy=remedy)])
     return found.target
 
 

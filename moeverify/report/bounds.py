@@ -53,9 +53,11 @@ def choose_bounds(run: RunResult, wanted: str) -> list[tuple[CaseResult, Bound]]
         return sorted(found, key=lambda pair: -max(pair[1].parts.values()))
     if not known:
         text = "no check of this run has bounds: all are exact"
-        raise CaseError([Problem(text, "--bound")])
+        raise CaseError([Problem(text, path="--bound")])
     example = _name(known[0][1])
-    raise CaseError([Problem(f"no tensor matches `{wanted}`", "--bound", remedy=f"an example: `{example}`")])
+    raise CaseError(
+        [Problem(f"no tensor matches `{wanted}`", path="--bound", remedy=f"an example: `{example}`")]
+    )
 
 
 def render_bounds(found: Sequence[tuple[CaseResult, Bound]], console: Console) -> None:

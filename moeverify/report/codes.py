@@ -42,7 +42,7 @@ def check_code(code: str) -> None:
     """Raises: CaseError if a text, which is no path of a run, is no code either."""
     codes = [*map(str, Cause), *MECHANISMS]
     if code not in codes:
-        remedy = f"{suggest(code, codes)}; or name the output of `moeverify run --out` or `--json`"
+        remedy = f"name the output of `moeverify run --out` or `--json`, or a code: {suggest(code, codes)}"
         raise CaseError([Problem(f"there is no run and no code `{code}`", path="RUN|CODE", remedy=remedy)])
 
 

@@ -56,7 +56,7 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
         if wanted.strip() in by_number:
             return by_number[wanted.strip()]
         remedy = f"they are 1 to {len(numbered)}" if numbered else "the run has none"
-        raise CaseError([Problem(f"there is no finding {wanted.strip()}", "FINDING", remedy=remedy)])
+        raise CaseError([Problem(f"there is no finding {wanted.strip()}", path="FINDING", remedy=remedy)])
     hits = [item for item in numbered if _matches(item.finding, wanted)]
     exact = [item for item in hits if name_tensor(item.finding.check, item.finding.tensor) == wanted.strip()]
     if len(exact or hits) == 1:
@@ -64,8 +64,8 @@ def choose_finding(run: RunResult, wanted: str) -> Numbered:
     if hits:
         numbers = "; ".join(f"{item.number} is {_name(item)}" for item in hits[:8])
         remedy = f"give a number: {numbers}"
-        raise CaseError([Problem(f"{len(hits)} findings match `{wanted}`", "FINDING", remedy=remedy)])
-    raise CaseError([Problem(f"no finding matches `{wanted}`", "FINDING", remedy=_advise(run, wanted))])
+        raise CaseError([Problem(f"{len(hits)} findings match `{wanted}`", path="FINDING", remedy=remedy)])
+    raise CaseError([Problem(f"no finding matches `{wanted}`", path="FINDING", remedy=_advise(run, wanted))])
 
 
 def _advise(run: RunResult, wanted: str) -> str:

@@ -21,12 +21,17 @@ def name_file(folder: Path, case: str) -> Path:
     return folder / OPERATORS_FOLDER / f"{case.replace('/', '-')}{_SUFFIX}"
 
 
+def format_table(table: OperatorTable) -> str:
+    """Return a table as a line of JSON."""
+    return table.model_dump_json(exclude_defaults=True) + "\n"
+
+
 def write(table: OperatorTable, path: Path) -> None:
     """Write a table atomically, gzipped if the name ends in `.gz`.
 
     Raises: OSError when writing fails.
     """
-    raw = table.model_dump_json(exclude_defaults=True).encode() + b"\n"
+    raw = format_table(table).encode()
     write_atomically(path, gzip.compress(raw, 6, mtime=0) if path.suffix == ".gz" else raw)
 
 
@@ -42,7 +47,7 @@ def read(path: Path) -> OperatorTable:
     table = file.build(OperatorTable)
     problem = _find_problem(table)
     if problem:
-        raise FormatError(f"{path}: {problem}", _AGAIN)
+        raise FormatError(problem, _AGAIN, file=str(path))
     return table
 
 

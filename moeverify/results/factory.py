@@ -39,7 +39,8 @@ class TriedModel(Record):
 
 
 class Refused(Record):
-    """Why a model cannot be verified, with a remedy."""
+    """Why a model cannot be verified, with a remedy; `path` is an option, or empty for the model itself."""
 
     message: str
+    path: str = ""
     remedy: str = ""

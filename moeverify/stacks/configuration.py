@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moeverify.cases.shrink import guess_size
-from moeverify.cases.suggest import suggest
+from moeverify.cases.suggest import find_nearest, suggest
 from moeverify.errors import CaseError, Problem
 from moeverify.train.custom_subject import call_factory
 from moeverify.train.target import describe_error, resolve
@@ -68,9 +68,8 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
     """
     given = dict(given or {})
     factory = resolve(target, _FACTORY)
-    parameters = [
-        each for each in inspect.signature(factory).parameters.values() if each.kind not in _VARIADIC
-    ]
+    signature = inspect.signature(factory).parameters
+    parameters = [each for each in signature.values() if each.kind not in _VARIADIC]
     missing = [each for each in parameters if each.default is each.empty and each.name not in given]
     guessed = _guess(missing)
     if guessed is None and len(missing) == 1:
@@ -79,6 +78,7 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
         inner = {key: value for key, value in given.items() if key not in own}
         _check_required(target, _find_hint(factory, name), inner)
         for source in _list_sources(factory, name, inner):
+            _check_added(source, _list_sources(factory, name, {}), inner)
             return _of_object(target, factory, partial(_call_with, factory, own, name), source, inner, own)
         for source in _list_sources(factory, name, {}) if inner else ():
             raise _refuse_fields(source, inner)
@@ -92,6 +92,8 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
         for config in filter(_is_config, vars(built).values()):
             source = _Source(config, partial(replace, config))
             return _of_object(target, type(built), type(built), source, given, {}, is_whole=True)
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.values()):
+        _check_names(target, [each.name for each in parameters], given)
     return Configuration(
         sizes,
         rates,
@@ -157,14 +159,33 @@ def _find_hint(factory: Callable[..., Any], name: str) -> Any:
 
 
 def _refuse_fields(source: _Source, given: Mapping[str, Any]) -> CaseError:
-    known = list(vars(source.config))
     kind = type(source.config).__name__
+    try:
+        _check_names(kind, list(vars(source.config)), given)
+    except CaseError as error:
+        return error
+    return CaseError([Problem(f"`{kind}` does not accept these values", path="--set")])
+
+
+def _check_added(source: _Source, plain: Iterable[_Source], given: Mapping[str, Any]) -> None:
+    """Raises: CaseError if a value becomes a new attribute of the configuration, with a name like that of a field.
+
+    Configurations of transformers keep all that they are given, and models may read names that have no default.
+    """
+    before = next(iter(plain), None)
+    if before is not None:
+        known = list(vars(before.config))
+        added = (name for name in given if name in vars(source.config) and not hasattr(before.config, name))
+        wrong = {name: None for name in added if find_nearest(name, known) is not None}
+        _check_names(type(source.config).__name__, known, wrong)
+
+
+def _check_names(owner: str, known: Sequence[str], given: Mapping[str, Any]) -> None:
+    """Raises: CaseError if a field or parameter that is given is none of a configuration or factory."""
     wrong = next((name for name in given if name not in known), None)
-    if wrong is None:
-        problem = Problem(f"`{kind}` does not accept these values", path="--set")
-    else:
-        problem = Problem(f"`{kind}` has no field `{wrong}`", path="--set", remedy=suggest(wrong, known))
-    return CaseError([problem])
+    if wrong is not None:
+        problem = Problem(f"`{owner}` takes no `{wrong}`", path="--set", remedy=suggest(wrong, known))
+        raise CaseError([problem])
 
 
 def _call_with(factory: Callable[..., Any], own: Mapping[str, Any], name: str, config: Any) -> Any:

@@ -48,10 +48,10 @@ def test_run_checks_its_files_before_anything_else(invoke: Any, tmp_path: Path) 
 
 
 def test_run_of_a_bad_case_is_usage(invoke: Any, tmp_path: Path) -> None:
-    result = invoke("run", tmp_path / "no-such-case.yaml", "--json", tmp_path / "new" / "a.json")
+    result = invoke("run", tmp_path / "no-such-case.yaml", "--junit", tmp_path / "new" / "a.xml")
     assert result.exit_code == 2
     assert "no-such-case.yaml" in result.stderr
-    assert not (tmp_path / "new" / "a.json").exists()
+    assert not (tmp_path / "new" / "a.xml").exists()
 
 
 def test_unknown_words_are_usage(invoke: Any) -> None:

@@ -43,7 +43,7 @@ def test_a_config_says_which_model_it_is(invoke: Invoke, start: Path, tmp_path: 
         (["--to", "hf", "--preset", "mixtrl"], "unknown preset `mixtrl`"),
         (["--to", "hf", "--preset", "tiny-gpt"], "is no tensor of this model"),
         (["--to", "hf", "--preset", PRESET, "--config", "x"], "--preset and --config both say which model"),
-        (["--to", "hf", "--config", "missing.json"], "missing.json does not exist"),
+        (["--to", "hf", "--config", "missing.json"], "missing.json: there is no such file"),
         (["--to", "parquet"], "'parquet' is not one of 'hf', 'dcp', 'megablocks'"),
         ([], "Missing option '--to'"),
     ],

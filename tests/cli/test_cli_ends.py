@@ -109,7 +109,8 @@ def test_early_end_keeps_what_is_there(case_file: Path, keep: Any, tmp_path: Pat
     assert [event.kind for event in shown] == ["launch", "case-start", "case-end", "case-start"]
 
     outputs = Outputs({"json": tmp_path / "a.json", "junit": tmp_path / "a.xml"}, tmp_path / "kept")
-    assert outputs.write(keeper.make_partial(cases, KeyboardInterrupt())) == []
+    with open_context() as context:
+        assert outputs.write(keeper.make_partial(cases, KeyboardInterrupt()), context) == []
     run = read_run(tmp_path / "kept")
     assert run.model_dump_json() == read_run(tmp_path / "a.json").model_dump_json()
     assert (run.verdict, run.launches) == ("error", 1)
@@ -125,7 +126,8 @@ def test_outputs_that_fail_do_not_stop_the_others(keep: Any, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     run = read_run(keep("a"))
     outputs = Outputs({"json": tmp_path / "file" / "a.json", "html": tmp_path / "a.html"})
-    failures = outputs.write(run)
+    with open_context() as context:
+        failures = outputs.write(run, context)
     assert len(failures) == 1
     assert failures[0].startswith(f"{tmp_path / 'file' / 'a.json'} was not written: ")
     assert (tmp_path / "a.html").exists()

@@ -16,6 +16,7 @@ from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import LoadedCases
 from moeverify.cli.arguments import CaseSelection
 from moeverify.cli.context import CommandContext
+from moeverify.cli.reply import Reply
 from moeverify.cli.rerun import Verified, check_watch, list_folders, rerun_on_changes
 from moeverify.errors import CaseError
 from moeverify.results.run import CaseResult
@@ -54,7 +55,9 @@ class Session:
         return verified(loaded.cases)
 
     def go(self) -> None:
-        context = CommandContext(Console(file=io.StringIO()), Console(file=self.errors), is_first=True)
+        context = CommandContext(
+            Console(file=io.StringIO()), Console(file=self.errors), is_first=True, reply=Reply()
+        )
         selection = CaseSelection([self.folder])
         self.change()
         with pytest.raises(_EnoughError):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from ruamel.yaml import YAML
 
 from moeverify.cases.validation.load import load_cases
 from moeverify.cli import EXAMPLES, build_app
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
+from moeverify.verification.controller.init_files import WORKFLOW
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -24,6 +27,9 @@ REFERENCE = (DOCS / "reference" / "case.md").read_text()
 ROOT_PAGES = [ROOT / f"{name}.md" for name in ("README", "AGENTS", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
 SKILL = ROOT / "moeverify" / "cli" / "SKILL.md"
 PAGES = [*ROOT_PAGES, SKILL, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("re*/*.md"))]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+JOBS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
+STARTED = {file.name: file.read_text() for file in (*WORKFLOWS, *JOBS)} | {"init": WORKFLOW}
 COMMANDS: dict[str, Any] = typer.main.get_command(build_app()).commands  # type: ignore[attr-defined]
 
 
@@ -69,6 +75,30 @@ def test_commands_and_options_exist(page: Path) -> None:
         known = list_options(COMMANDS[words[0]])
         own = words[1 : words.index("--")] if "--" in words else words[1:]  # the rest is the user's command
         assert {word for word in own if word.startswith("-")} <= known, words
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_workflows_and_jobs_use_commands_and_options_that_exist(name: str) -> None:
+    lines = re.sub(r"^ *#.*", "", STARTED[name].replace("\\\n", " "), flags=re.MULTILINE)
+    commands = re.findall(r"(?<![\w/-])moeverify ([a-z]+)\b(.*)", lines)
+    assert commands or name in ("pages.yml", "release.yml")
+    for command, rest in commands:
+        options = re.findall(r"(?<=\s)--?[a-z][\w-]*", rest)
+        assert set(options) <= list_options(COMMANDS[command]), rest
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_workflows_use_files_that_exist(file: Path) -> None:
+    jobs = YAML(typ="safe").load(file)["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert all(("run" in step) != ("uses" in step) for step in steps)
+    for path in re.findall(r"(?<!\S)\.ci/\w+", "\n".join(step.get("run", "") for step in steps)):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("file", JOBS, ids=lambda file: file.name)
+def test_jobs_are_scripts_of_bash(file: Path) -> None:
+    assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -81,7 +81,9 @@ def load_valid_cases(
     chosen = [(path, tree, match(_name_of(path, tree))) for path, tree in trees]
     if trees and not any(is_chosen for _, _, is_chosen in chosen):
         names = enumerate_names(_name_of(path, tree) for path, tree in trees)
-        problem_log.report(Problem(f"no case matches `{pattern}`", "-k", remedy=f"the cases are {names}"))
+        problem_log.report(
+            Problem(f"no case matches `{pattern}`", path="-k", remedy=f"the cases are {names}")
+        )
     built = [
         _build_case(path, tree, changes if is_chosen else [], problem_log) for path, tree, is_chosen in chosen
     ]
@@ -166,7 +168,7 @@ def _read_pattern(pattern: str | None, report: Report) -> Match:
         report(
             Problem(
                 f"`{pattern}` cannot be read: {error}",
-                "-k",
+                path="-k",
                 remedy="write for example `fsdp and not (cp or tp)`",
             )
         )

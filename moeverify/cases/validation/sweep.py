@@ -85,10 +85,10 @@ def _parse(sweeps: Sequence[str]) -> dict[str, list[str]]:
         found = _split(values)
         if not equals or not path or not all(found):
             remedy = "write for example `layout.ep=1,2`"
-            problems.append(Problem(f"expected `path=value,value`, got `{text}`", OPTION, remedy=remedy))
+            problems.append(Problem(f"expected `path=value,value`, got `{text}`", path=OPTION, remedy=remedy))
         elif path in fields:
             remedy = "write all its values in one"
-            problems.append(Problem(f"`{path}` is swept twice", OPTION, remedy=remedy))
+            problems.append(Problem(f"`{path}` is swept twice", path=OPTION, remedy=remedy))
         else:
             fields[path] = list(dict.fromkeys(found))
     number = 1
@@ -96,7 +96,7 @@ def _parse(sweeps: Sequence[str]) -> dict[str, list[str]]:
         number *= len(values_of_field)
     if number > _MOST_COMBINATIONS:
         message = f"{number} combinations are more than the {_MOST_COMBINATIONS} that one sweep measures"
-        problems.append(Problem(message, OPTION, remedy="leave values out"))
+        problems.append(Problem(message, path=OPTION, remedy="leave values out"))
     if problems:
         raise CaseError(problems)
     return fields

@@ -61,6 +61,8 @@ def _check_version(document: JsonFile) -> int:
     content = document.content
     if not isinstance(content, dict) or "schema_version" not in content:
         document.refuse("it is JSON but no run of moeverify")
+    if "exit_code" in content:
+        document.refuse(f"`moeverify {content.get('command')}` ended before it had a run")
     version = content["schema_version"]
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         document.refuse(f"version {version!r}, which no moeverify wrote", "schema_version")

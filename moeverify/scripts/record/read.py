@@ -238,7 +238,7 @@ def _read_rank(path: Path) -> RankRecord | None:
         if isinstance(line, Header):
             record = RankRecord(line, path.parent, _map(path.parent / DATA_FILE.format(rank=line.rank)))
         elif record is None:
-            raise FormatError(f"{path} has no header", _AGAIN)
+            raise FormatError("it has no header", _AGAIN, file=str(path))
         else:
             _add(record, line)
     return record
@@ -258,7 +258,7 @@ def _build_line(path: Path, number: int, content: Any) -> Line:
         wrong = _find_problem(line) if isinstance(line, Values | Output | Drawn) else ""
         if not wrong:
             return line
-    raise FormatError(f"{path}:{number}: no line of a recorded run ({wrong})", _AGAIN)
+    raise FormatError(f"no line of a recorded run ({wrong})", _AGAIN, file=str(path), line=number)
 
 
 def _find_problem(line: Values | Output | Drawn) -> str:

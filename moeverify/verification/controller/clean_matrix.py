@@ -153,11 +153,13 @@ def choose_clean(num_seeds: int, pattern: str | None = None) -> list[CleanRun]:
     try:
         matches = compile_pattern(pattern)
     except PatternError as error:
-        raise CaseError([Problem(f"`{pattern}` cannot be read: {error}", "-k")]) from error
+        raise CaseError([Problem(f"`{pattern}` cannot be read: {error}", path="-k")]) from error
     chosen = [run for run in runs if matches(f"{run[0]}, {run[1].name}")]
     if not chosen:
         remedy = f"names are such as `{runs[0][1].name}` and `{runs[-1][1].name}`"
-        raise CaseError([Problem(f"no clean run of {len(runs)} matches `{pattern}`", "-k", remedy=remedy)])
+        raise CaseError(
+            [Problem(f"no clean run of {len(runs)} matches `{pattern}`", path="-k", remedy=remedy)]
+        )
     return chosen
 
 

@@ -108,7 +108,7 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
             [
                 Problem(
                     f"{numbers}: no bug in a recipe of {precision}",
-                    "--precision",
+                    path="--precision",
                     remedy=f"leave it out, or write {' or '.join(sorted(others))}",
                 )
             ]
@@ -134,13 +134,17 @@ def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[st
         raise CaseError(
             [
                 Problem(
-                    f"no mechanism `{name}`", option, remedy=f"the mechanisms are {', '.join(MECHANISMS)}"
+                    f"no mechanism `{name}`",
+                    path=option,
+                    remedy=f"the mechanisms are {', '.join(MECHANISMS)}",
                 )
                 for option, name in unknown
             ]
         )
     if without and only:
-        raise CaseError([Problem("cannot be given beside --only", "--without", remedy="give one of the two")])
+        raise CaseError(
+            [Problem("cannot be given beside --only", path="--without", remedy="give one of the two")]
+        )
     return tuple(name for name in MECHANISMS if name in without or (only and name not in only))
 
 

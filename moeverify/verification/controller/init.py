@@ -99,7 +99,7 @@ def try_factory(factory: str, parallelize: str, fields: Mapping[str, Any], root:
         content = json.loads(file.read_text())
     if "message" in content:
         refused = Refused.model_validate(content)
-        raise CaseError([Problem(refused.message, path=factory, remedy=refused.remedy)])
+        raise CaseError([Problem(refused.message, path=refused.path or factory, remedy=refused.remedy)])
     return TriedModel.model_validate(content)
 
 

@@ -58,7 +58,7 @@ class KeptRows(Generic[R]):
         if path is None:
             return
         if path.exists() and not path.is_file():  # writing to a pipe would block until someone reads
-            raise CaseError([Problem(f"{path} is no regular file", "--keep", remedy="name another one")])
+            raise CaseError([Problem(f"{path} is no regular file", path="--keep", remedy="name another one")])
         header = {"environment": dict(environment), "code": code_version()}
         if path.exists() and path.stat().st_size:
             self._read(path, header)
@@ -79,13 +79,17 @@ class KeptRows(Generic[R]):
             if number == 1:
                 if content != header:
                     message = f"{path} was kept by other code or on another machine"
-                    raise CaseError([Problem(message, "--keep", remedy="remove it, or name another file")])
+                    raise CaseError(
+                        [Problem(message, path="--keep", remedy="remove it, or name another file")]
+                    )
                 continue
             try:
                 row = self._record.model_validate(content)
             except ValidationError as error:
                 where, message = read_problem(error)
-                raise FormatError(f"{path}:{number}: {name_path(where)}: {message}", _REMEDY) from error
+                raise FormatError(
+                    message, _REMEDY, file=str(path), line=number, path=name_path(where)
+                ) from error
             self.rows[row.name] = row
         if not _ends_whole(path):
             lines = [

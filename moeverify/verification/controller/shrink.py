@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from moeverify.verification.controller.reductions import Reducible, Values, name_values
 
@@ -21,7 +21,10 @@ Shows = Callable[[Sequence[Values]], Sequence[bool]]
 Confirms = Callable[[Values], bool]
 """Function that returns whether a case that shows the failure shows it in the same line, which takes longer."""
 
-_MOST_AT_ONCE = 16
+T = TypeVar("T")
+
+Group = tuple[str, ...]
+"""Fields that are reduced together."""
 
 
 @dataclass
@@ -41,8 +44,8 @@ class Shrinking:
         """Reduce fields until no single field can be reduced further.
 
         Every round tries one smaller value of each field: all of them together, and if that does not show the
-        failure, each alone, then those together that show it, or as many of them as do. Values that failed are
-        tried again after other fields have changed.
+        failure, groups of them, then those groups together that show it, or as many of them as do. Values that
+        failed alone are tried again after other fields have changed.
         """
         before = dict(self.values)
         while True:
@@ -55,35 +58,57 @@ class Shrinking:
                 continue
             whole = self._merge(list(singles.values()))
             is_new = name_values(whole) != name_values(self.values) and self.list_fields(whole) is not None
-            if is_new and self._try([whole])[0] and self.confirms(whole):
+            if is_new and self._try([whole])[0] and self._confirm(whole):
                 self.values = whole
                 continue
-            shown = self._try(list(singles.values()))
-            found = {}
-            for (path, single), is_shown in zip(singles.items(), shown, strict=True):
-                if is_shown:
-                    found[path] = single
-                else:
-                    self._failed[path].add(json.dumps(single[path]))
+            found = self._split(singles)
             if found:
                 self._take(found)
 
-    def _take(self, found: Mapping[str, dict[str, Any]]) -> None:
-        """Go on with all reductions together, or with the first one that is confirmed if they are not."""
+    def _split(self, singles: Mapping[str, dict[str, Any]]) -> dict[Group, dict[str, Any]]:
+        """Return the groups of reductions that show the failure, from halves on; those that do not are halved again.
+
+        Few fields are needed by a failure, so that most cases that run are much smaller. One launch serves all groups
+        of a size.
+        """
+        found: dict[Group, dict[str, Any]] = {}
+        groups = _halve_list(list(singles))
+        while groups:
+            merged = {tuple(group): self._merge([singles[path] for path in group]) for group in groups}
+            valid = [group for group, values in merged.items() if self.list_fields(values) is not None]
+            shown = dict(zip(valid, self._try([merged[group] for group in valid]), strict=True))
+            found |= {group: merged[group] for group, is_shown in shown.items() if is_shown}
+            groups = [
+                part for group in groups if tuple(group) not in found for part in self._halve(group, merged)
+            ]
+        return found
+
+    def _halve(self, group: list[str], merged: Mapping[Group, Mapping[str, Any]]) -> list[list[str]]:
+        """Return the halves of a group that failed; the value of a single field is not tried again."""
+        if len(group) > 1:
+            return _halve_list(group)
+        self._failed[group[0]].add(json.dumps(merged[tuple(group)][group[0]]))
+        return []
+
+    def _take(self, found: Mapping[Group, dict[str, Any]]) -> None:
+        """Go on with all groups together, or with the first one that is confirmed if they are not."""
         best = self._combine(list(found.values()))
-        if not self.confirms(best):
-            kept = {path: single for path, single in found.items() if self.confirms(single)}
-            for path in found.keys() - kept.keys():
-                self._failed[path].add(json.dumps(found[path][path]))
-                self._known[name_values(found[path])] = False
+        if not self._confirm(best):
+            kept = {group: values for group, values in found.items() if self._confirm(values)}
+            for group in found.keys() - kept.keys():
+                self._halve(list(group), found)
             best = next(iter(kept.values()), self.values)
         self.values = dict(best)
+
+    def _confirm(self, values: Values) -> bool:
+        """Return whether a case that shows the failure is confirmed; if not, it counts as one that does not."""
+        self._known[name_values(values)] = self.confirms(values)
+        return self._known[name_values(values)]
 
     def _list_singles(self) -> dict[str, dict[str, Any]]:
         """Return a case for each field that has a value to try, with that field reduced."""
         fields = self.list_fields(self.values) or ()
-        singles = {each.path: single for each in fields if (single := self._reduce(each, fields)) is not None}
-        return dict(list(singles.items())[:_MOST_AT_ONCE])
+        return {each.path: single for each in fields if (single := self._reduce(each, fields)) is not None}
 
     def _reduce(self, reducible: Reducible, fields: Sequence[Reducible]) -> dict[str, Any] | None:
         """Return the case with the next smaller value of a field, or None if none is left.
@@ -169,6 +194,6 @@ def _choose(other: Reducible, reducible: Reducible, value: Any) -> Any:
     )
 
 
-def _halve_list(group: list[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def _halve_list(group: list[T]) -> list[list[T]]:
     middle = (len(group) + 1) // 2
     return [part for part in (group[:middle], group[middle:]) if part]

@@ -16,12 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from moeverify.errors import MachineError
 from moeverify.verification.launch.forked_agents import STOP, ForkedAgent, request_agent, short_path
 
+_IDLE = 300.0  # seconds after which a server ends whose command was killed
 _PACKAGE = Path(__file__).parents[2]
 # Variables that an interpreter and libraries read when they start.
 _READ_ON_IMPORT = re.compile("ATEN|CUDA|GLOO|HF_|KMP|LD_|MKL|MOEVERIFY|NCCL|OMP|PYTHON|PYTORCH|TORCH|TRITON")
@@ -64,6 +66,24 @@ def start_server(device: str, idle: float) -> int:
     return int(said.split()[-1])
 
 
+@contextlib.contextmanager
+def warm_server(device: str) -> Iterator[None]:
+    """Keep a server while the body runs, for many launches; one that serves already is used, and goes on.
+
+    Without a server, which nothing but time depends on, each launch imports by itself.
+    """
+    place = None
+    with contextlib.suppress(OSError, MachineError):
+        if not is_serving(device):
+            start_server(device, _IDLE)
+            place = _find_socket(device)
+    try:
+        yield
+    finally:
+        if place is not None:
+            _stop(place)
+
+
 def is_serving(device: str) -> bool:
     """Return whether a server accepts launches of this user, code and device."""
     try:
@@ -79,15 +99,21 @@ def stop_servers() -> int:
     if not _name_folder().exists():
         return count
     for place in _find_folder().glob("*.socket"):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
-            try:
-                with short_path(place) as path:
-                    requests.connect(path)
-                requests.send(STOP)
-                count += 1
-            except OSError:  # its server was killed
-                place.unlink(missing_ok=True)
+        count += _stop(place)
     return count
+
+
+def _stop(place: Path) -> bool:
+    """Ask the server of a socket to end after its launches. Return whether it was there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+        try:
+            with short_path(place) as path:
+                requests.connect(path)
+            requests.send(STOP)
+        except OSError:  # its server was killed
+            place.unlink(missing_ok=True)
+            return False
+    return True
 
 
 def _connect(device: str) -> socket.socket:

@@ -254,7 +254,7 @@ def test_all_problems_of_all_files_at_once(write, find_problems, tmp_path):
         (str(broken), 2, ""),
         (str(tmp_path / "none.yaml"), None, ""),
         ("--set", None, "layout.x"),
-        ("-k", None, ""),
+        ("", None, "-k"),
     }
 
 

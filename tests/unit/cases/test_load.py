@@ -289,7 +289,7 @@ def test_pattern_without_a_match_lists_the_names(write, find_problems, tmp_path)
 )
 def test_pattern_that_is_no_expression(write, find_problems, pattern, message):
     [problem] = find_problems(write("a.yaml", "recipe: {model: {preset: stress}}\n"), pattern=pattern)
-    assert problem.file == "-k"
+    assert problem.path == "-k"
     assert message in problem.message
 
 

@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_read_is_named(
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("none", "does not exist"), ("pipe", "named pipe"), ("a\0b", "null byte")):
+    for name, message in (("none", "there is no such file"), ("pipe", "named pipe"), ("a\0b", "null byte")):
         with pytest.raises(FormatError, match=message):
             JsonFile.read(tmp_path / name, "")
 

@@ -156,7 +156,7 @@ def test_every_truncation_is_noticed(make_run: Any, tmp_path: Path) -> None:
 
 
 def test_missing_run_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="does not exist"):
+    with pytest.raises(FormatError, match="there is no such file"):
         read_run(tmp_path / "nothing.json")
     with pytest.raises(FormatError, match=r"holds no result\.json"):
         read_run(tmp_path)

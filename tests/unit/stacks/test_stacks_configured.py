@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from moeverify.stacks.configured import (
     loss_with_targets,
     make,
 )
-from moeverify.verification.worker.probes.factory import try_model
+from moeverify.verification.worker.probes.factory import main, try_model
 
 MODULE = """
 from dataclasses import dataclass
@@ -49,6 +51,18 @@ class Net(nn.Module):
         if targets is None:
             return logits[:, -1:], None
         return logits, self.embed(targets).sum()
+
+class LooseConfig:
+    def __init__(self, vocab=4096, width=512, **kept):
+        self.vocab, self.width = vocab, width
+        vars(self).update(kept)
+    def to_diff_dict(self):
+        return vars(self)
+
+class Loose(nn.Module):
+    def __init__(self, config: LooseConfig):
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab, config.width)
 
 def whole():
     return Net(Config(width=1024))
@@ -253,6 +267,15 @@ def test_a_refusal_is_one_problem(target: str, words: str) -> None:
     assert words in caught.value.problems[0].message
 
 
+def test_a_name_that_the_factory_does_not_take_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    main("theirs:two", "", {"widht": 8, "vocab": 8, "width": 8}, tmp_path / "found.json")
+    assert json.loads((tmp_path / "found.json").read_text()) == {
+        "message": "`theirs:two` takes no `widht`",
+        "path": "--set",
+        "remedy": "did you mean `width`?",
+    }
+
+
 def test_a_model_with_logits_only_for_targets_gets_a_loss_and_becomes_small() -> None:
     found = try_model("theirs:Net", "", {})
     assert found.loss == "moeverify.stacks.configured:loss_with_targets"
@@ -334,8 +357,15 @@ def test_a_configuration_builds_the_model() -> None:
 
 
 def test_an_unknown_field_is_named() -> None:
-    with pytest.raises(CaseError, match="`Config` has no field `widht`"):
+    with pytest.raises(CaseError, match="`Config` takes no `widht`"):
         try_model("theirs:Net", "", {"widht": 8})
+
+
+def test_a_configuration_that_keeps_everything_refuses_a_name_like_that_of_a_field() -> None:
+    with pytest.raises(CaseError, match=r"`LooseConfig` takes no `widht`; did you mean `width`\?"):
+        find_configuration("theirs:Loose", {"widht": 8})
+    found = find_configuration("theirs:Loose", {"width": 8, "read_later": True})
+    assert found.name({})[1]["fields"] == {"width": 8, "read_later": True}
 
 
 def test_dropout_that_no_field_switches_off_is_switched_off() -> None:

@@ -340,7 +340,7 @@ def list_notes(trial: Trial, parameters: int) -> Iterator[str]:
     if trial.width:
         yield f"it is a layer: an embedding is before it and a head behind it, as wide as `{trial.width}`"
     if parameters > BUDGET:
-        yield f"{parameters} parameters are left: no argument or field of a configuration makes the model smaller"
+        yield f"{parameters} parameters are left: no other argument or field of a configuration makes it smaller"
     if trial.seconds > _SECOND:
         yield f"a step takes {trial.seconds:.1f} s: a factory with sizes as arguments would be made smaller"
 
@@ -353,7 +353,8 @@ def main(factory: str, parallelize: str, fields: Mapping[str, Any], file: Path) 
     except CaseError as error:
         problem = error.problems[0]
         usual = _ONLY_NARROW if "dtype" in problem.message else _REMEDY
-        found = Refused(message=problem.message, remedy=problem.remedy or usual)
+        path = problem.path if problem.path.startswith("--") else ""
+        found = Refused(message=problem.message, path=path, remedy=problem.remedy or usual)
     except MoeverifyError as error:
         found = Refused(message=str(error))
     file.write_text(found.model_dump_json())

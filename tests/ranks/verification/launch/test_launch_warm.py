@@ -68,6 +68,24 @@ def test_ranks_come_from_the_server_as_long_as_their_imports_would_be_the_same(
     assert not place.exists()
 
 
+def test_a_command_of_many_launches_ends_only_its_own_server(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warm.warm_server("cpu"):
+        own = ask(folder, "own")["server"]
+        with warm.warm_server("cpu"):
+            assert ask(folder, "same")["server"] == own
+        assert warm.is_serving("cpu")
+    assert not warm.is_serving("cpu")
+
+    def refuse(*_: object) -> int:
+        raise MachineError("the server did not start")
+
+    monkeypatch.setattr(warm, "start_server", refuse)
+    with warm.warm_server("cpu"):
+        assert not warm.is_serving("cpu")
+
+
 def test_a_server_ends_by_itself_and_leaves_no_socket(folder: Path) -> None:
     server = psutil.Process(warm.start_server("cpu", idle=1.0))
     server.wait(timeout=60)
