@@ -286,7 +286,7 @@ def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
 
 
 def _shows_line(culprit: Culprit) -> bool:
-    """Return whether an execution shows the line of a mistake, or the one that takes another number than one device."""
+    """Return whether an execution shows the line of a mistake, or one that takes another number on one device."""
     is_number = culprit.proved and culprit.mechanism == "number" and culprit.there is not None
     return is_number or culprit.own_line is not None
 
