@@ -176,8 +176,9 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     here, taken, right = culprit["here"], culprit.get("taken") or {}, culprit.get("right") or {}
     # For a missing operation, a first sighting, or the ends of a race, no line is wrong by itself.
     is_seen = bool(culprit["results"]) or culprit["mechanism"] in _SEEN
-    # A write that one device does not do belongs to a pass that it does not run: its line may be right.
-    is_seen = is_seen or (culprit["mechanism"] == "removed" and here["operator"].endswith("_"))
+    # A write or collective that one device does not make belongs to a call that it does not make.
+    is_written = here["operator"].endswith("_") or culprit["axes"]
+    is_seen = is_seen or bool(culprit["mechanism"] == "removed" and is_written)
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
     # A wrong operand comes from the place where it was made or moved, not from the place of its use.
     operations = (
@@ -244,6 +245,7 @@ def _read_kind_of_culprit(
     culprit: Mapping[str, Any], taken: Mapping[str, Any], right: Mapping[str, Any]
 ) -> str:
     here, mechanism = culprit["here"], culprit["mechanism"]
+    mechanism = "group" if mechanism == "removed" and culprit["axes"] else mechanism  # a needless collective
     if mechanism in _KIND_OF_MECHANISM and (here["step"] >= 0 or mechanism == "dtype"):
         is_rate = mechanism == "scale" and here["phase"] == "step"
         is_short = mechanism == "moved" and culprit["moves_there"]  # one device computes on

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import list_chain, list_reduced_modules, skip_moves, skip_sums
+from moeverify.explain.chains import is_passing, list_chain, list_reduced_modules, skip_moves, skip_sums
 from moeverify.explain.counterparts import find_pair
 from moeverify.explain.describe import (
     describe_at,
@@ -69,7 +69,7 @@ class Culprits:
         self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._right = explainer.right
-        self._origins = Origins(self._alignment, self._one)
+        self._origins = Origins(self._alignment, self._one, explainer.proof.breaks)
         self._upstream = Upstream(explainer)
         self._groups = explainer.groups
 
@@ -321,14 +321,16 @@ class Culprits:
         if edit.kind == "returned" and other is not None:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
-            return self._describe_scale(*self._origins.trace_scale(next(iter(edit.changes.values))))
+            return self._describe_unscaled(first, next(iter(edit.changes.values)))
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
-            return {"rounds_to": narrow, "taken": None if narrow else self._find_stale(first, edit)}
+            over = () if op.meeting is None else (name_ranks(self._groups, op.meeting.group.ranks),)
+            stale = None if narrow else self._find_stale(first, edit)
+            return {"rounds_to": narrow, "taken": stale, "axes": over}
         if edit.kind in ("group", "unreduced", "number", "created", "block"):
             # Of a pair (axis or reduction, axis).
-            first_axis = {"group": 0, "unreduced": 1, "block": 1}.get(edit.kind, 2)
-            axes = edit.numbers[0][first_axis:] if edit.numbers else ()
+            first_axis = {"group": 0, "unreduced": 1, "block": 0}.get(edit.kind, 2)
+            axes = tuple(filter(None, edit.numbers[0][first_axis:] if edit.numbers else ()))
             names = tuple(map(str, edit.place)) if edit.kind == "block" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes, "results": names}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
@@ -349,11 +351,22 @@ class Culprits:
             if pair is not None:
                 # A part of a value may be a multiple of the value of another place.
                 factor, maker = self._origins.trace_scale(taken)
-                if edit.kind == "operand" and factor != 1.0 and self._origins.is_made_of(pair.theirs, taken):
+                is_scaled = factor != 1.0 and not is_passing(self._joint, maker)
+                if edit.kind == "operand" and is_scaled and self._origins.is_made_of(pair.theirs, taken):
                     found |= self._describe_scale(factor, maker)
                 else:
                     found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
         return found
+
+    def _describe_unscaled(self, first: At, taken: At) -> dict[str, Any]:
+        """Return fields of a scaled operand: the operator that scales it, or the operand if right results need it."""
+        factor, maker = self._origins.trace_scale(taken)
+        source = self._source(taken)
+        if source is None or not is_passing(self._joint, maker):
+            return self._describe_scale(factor, maker)
+        right = source.model_copy(update={"scale": 1.0})
+        place = _find_place(self._joint.op(first), taken[1])
+        return {"mechanism": "operand", "operand": place, "taken": source, "right": right, "others": ()}
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
         """Return the operator that introduces a factor, or the other number that it takes on one device."""

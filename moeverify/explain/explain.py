@@ -102,7 +102,7 @@ class Explainer:
         self._addends = Addends(self.joint, one)
         self._further = Further(self.joint, self.one, step, self.groups)
         self.independent = list_independent(self.joint, self.right, self.wrong)
-        self._proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
+        self.proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
 
     def explain(
         self,
@@ -127,7 +127,7 @@ class Explainer:
             left = [
                 target
                 for target in left
-                if not (self._proof.is_repaired(target, state) or self._follows(target))
+                if not (self.proof.is_repaired(target, state) or self._follows(target))
             ]
             self.is_done = not left
             if not left or time.monotonic() > end:
@@ -141,7 +141,7 @@ class Explainer:
                 break
             if not proves:
                 break
-            if not self._proof.is_repaired(left[0], state):
+            if not self.proof.is_repaired(left[0], state):
                 state = self._patch(left[0], state)
         return self.causes
 
@@ -150,7 +150,7 @@ class Explainer:
     ) -> None:
         """Record on the causes which wrong results are right after their repairs."""
         proved = [cause for cause in causes if cause.repairs and not cause.is_local]
-        done = [target for target in left if proved and self._proof.is_repaired(target, state)]
+        done = [target for target in left if proved and self.proof.is_repaired(target, state)]
         for cause in proved:
             cause.repaired += ["/".join(target.mark[1:]) for target in done]
             errors = [
@@ -322,7 +322,7 @@ class Explainer:
                 self.tried += 1
                 if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
                     continue
-                is_local = self._proof.is_local(edit, unknown, state)
+                is_local = self.proof.is_local(edit, unknown, state)
                 found = self._prove(edit, target, unknown, state) if is_local else None
                 if found is not None:
                     return found
@@ -362,10 +362,10 @@ class Explainer:
         created = Creation(self.alignment.under(state), self.one).find(edit)
         sums = list_missing_sums(self.alignment.under(state), self.groups, edit, state)
         for each in itertools.chain(sums, () if created is None else (created,)):
-            before = self._proof.repairs(each, target, unknown, state)
+            before = self.proof.repairs(each, target, unknown, state)
             if before is not None:
                 return [OperatorCause(list(each.ops), [each], [target])], before
-        done = self._proof.repairs(edit, target, unknown, state) if done is None else done
+        done = self.proof.repairs(edit, target, unknown, state) if done is None else done
         return None if done is None else ([OperatorCause(list(edit.ops), [edit], [target])], done)
 
     def _try(
@@ -376,10 +376,10 @@ class Explainer:
             if time.monotonic() > end:
                 return None
             self.tried += 1
-            done = self._proof.repairs(edit, target, unknown, state)
+            done = self.proof.repairs(edit, target, unknown, state)
             if done is not None:
                 return self._prove(edit, target, unknown, state, done)
-            resized = self._proof.resize(edit, state)
+            resized = self.proof.resize(edit, state)
             if resized is not None:
                 return [OperatorCause(list(edit.ops), [edit], [target], is_local=True)], resized
         return None
@@ -408,15 +408,15 @@ class Explainer:
             changes = changes | cause.repairs[0].changes
         last = chain[-1].repairs[0]
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
-        again = self._proof.repairs(without, target, unknown, state)
+        again = self.proof.repairs(without, target, unknown, state)
         again = again or self._repair_as_many(changes, done, state)
         return (chain, done) if again is None else (chain[1:], again)
 
     def _repair_as_many(self, changes: Changes, done: Execution, state: Execution) -> Execution | None:
         """Return the execution with fewer changes, if it repairs all results of the step that `done` repairs."""
-        repaired = [target for target in self.wrong if self._proof.is_repaired(target, done)]
+        repaired = [target for target in self.wrong if self.proof.is_repaired(target, done)]
         after = self.joint.execute(changes, None, state)
-        return after if repaired and all(self._proof.is_repaired(each, after) for each in repaired) else None
+        return after if repaired and all(self.proof.is_repaired(each, after) for each in repaired) else None
 
     def _is_foreign(self, cause: OperatorCause) -> bool:
         """Return whether an edit inserts an operand of an operator of another module."""

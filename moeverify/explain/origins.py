@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.indexing import number_sources
-from moeverify.explain.joint import At, Changes, Joint
+from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.program import HIDDEN, Mark, Op
 from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
@@ -32,8 +32,14 @@ _FEW = 0.1
 class Origins:
     """Traces operands of the ranks back to where they were computed."""
 
-    def __init__(self, alignment: Alignment, one: OneDevice) -> None:
+    def __init__(
+        self,
+        alignment: Alignment,
+        one: OneDevice,
+        breaks: Callable[[Execution], bool] = lambda done: False,
+    ) -> None:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
+        self._breaks = breaks
         self._scales: dict[At, tuple[float, At]] = {}
 
     def is_made_of(self, theirs: int, taken: At) -> bool:
@@ -165,14 +171,15 @@ class Origins:
         return recorded.name, recorded.phase, recorded.step, program.sites_of(recorded)[:1]
 
     def _is_repaired(self, taken: At, values: Sequence[At], scale: float) -> bool:
-        """Return whether dividing earlier values by a factor makes a value right."""
+        """Return whether dividing earlier values by a factor makes a value right, and no right result wrong."""
         divided = {at: data / scale for at in values if (data := self._alignment.data(at)) is not None}
         wanted = self._alignment.siblings(taken)  # a part of a sum is right beside the others
         done = self._joint.execute(Changes(values=divided), wanted) if divided else None
         found = None
         if done is not None and taken not in done.tainted:
             found = self._alignment.under(done).find(taken)
-        return found is not None and math.isclose(found.scale, 1.0)
+        is_right_now = found is not None and math.isclose(found.scale, 1.0)
+        return is_right_now and not self._breaks(self._joint.execute(Changes(values=divided)))
 
     def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
         """Return the only operand of an operator that is a multiple of a right value, and its factor.

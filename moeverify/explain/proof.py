@@ -86,7 +86,7 @@ class Proof:
                 return None
             marks = []  # operators after other choices cannot be executed
         after = self._joint.execute(edit.changes, None, state)
-        if self._breaks(after) or not self._fits(edit, target, after):
+        if self.breaks(after) or not self._fits(edit, target, after):
             return None
         if self.is_repaired(target, after):
             return after
@@ -155,7 +155,7 @@ class Proof:
         found = ((at, after.data(at)) for at in results)
         return any(data is not None and not _has_shape(data, self._joint.value(at)) for at, data in found)
 
-    def _breaks(self, after: Execution) -> bool:
+    def breaks(self, after: Execution) -> bool:
         """Return whether results that were right become wrong."""
         changed = after.changed()
         return any(

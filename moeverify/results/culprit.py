@@ -332,6 +332,8 @@ class Culprit(Record):
                 return Cause.PERMUTATION
             if _is_stale(self.taken, self.right):
                 return Cause.STALE
+        if self.mechanism == "removed" and self.axes:  # a collective that one device does not need
+            return Cause.COLLECTIVES
         if self.mechanism == "removed" and self.here.operator.endswith("_"):
             # A write that one device does not make.
             return Cause.PERMUTATION if self.here.operator.startswith(_INDEXED) else Cause.STATE

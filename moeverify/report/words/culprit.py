@@ -286,6 +286,7 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
 def _describe_removed(culprit: Culprit) -> list[Row]:
     rows = [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
     rows += [(_HERE, f"it takes {_name_source(culprit.taken)}, an earlier one")] if culprit.taken else []
+    rows += [(_HERE, f"over {' and '.join(culprit.axes)}")] if culprit.axes else []
     return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
 

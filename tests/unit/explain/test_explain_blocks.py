@@ -60,7 +60,7 @@ def test_blocks_of_another_axis_are_named() -> None:
     explainer = make_explainer(0, 0, 1, 1)
     (edit,) = list_all(explainer)
     culprit = Culprits(explainer).make(OperatorCause(list(edit.ops), [edit], explainer.wrong))
-    assert (culprit.mechanism, culprit.proved, culprit.axes) == ("block", True, ("tp",))
+    assert (culprit.mechanism, culprit.proved, culprit.axes) == ("block", True, ("dp", "tp"))
     assert (culprit.ranks, culprit.results) == ((1, 2), ("w0", "w1"))
     assert (culprit.code, culprit.names_cause) == (Cause.LAYOUT, True)
     rows = dict(list_culprit(culprit))

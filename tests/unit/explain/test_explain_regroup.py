@@ -19,6 +19,7 @@ from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown
 from moeverify.explain.regroup import list_reductions, list_regroupings, name_ranks
 from moeverify.explain.user_lines import UserLines
 from moeverify.parallel.regions.region import Region
+from moeverify.report.words.culprit import list_culprit
 from moeverify.results.cause import Cause
 
 GROUPS = {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
@@ -193,3 +194,14 @@ def test_a_line_that_runs_a_collective_and_makes_nothing_wrong_is_no_branch_to_l
     assert branches._only_communicates(0, {0}, block) is only_moves
     assert branches._makes_right((0, 3), block) is (is_right and not only_moves)
     assert not branches._makes_right((0, 1), block)  # it comes later
+
+
+def test_a_collective_that_one_device_does_not_need_is_named_with_its_axis() -> None:
+    wholes = (make(*SHAPE), make(*SHAPE, seed=1))
+    ranks = [make_rank(whole, (0, 1), wholes, half=rank) for rank, whole in enumerate(wholes)]
+    explainer = Explainer(ranks, make_rank(torch.cat(wholes)), 0, (), {"tp": [[0, 1]]})
+    (cause,) = explainer.explain(60)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.here.operator, culprit.axes) == ("removed", "all_reduce", ("tp",))
+    assert culprit.code is Cause.COLLECTIVES
+    assert ("here", "over tp") in list_culprit(culprit)

@@ -168,3 +168,25 @@ def test_a_factor_of_parts_is_named_on_a_line_that_divides_by_one_on_one_device(
     (culprit,) = explain_call(partial(run, ranks=2), partial(run, ranks=1), **inputs)
     assert culprit.mechanism in ("scale", "number")
     assert expression_of(culprit) == "part / ranks"
+
+
+def test_a_factor_that_right_results_need_is_not_named() -> None:
+    x, whole = make(4, 5), Region.whole((4, 5))
+
+    def record(factor: float) -> Program:
+        recorder = Recorder()
+        recorder.name_tensors({"x": x}.items())
+        with recorder.recording():
+            recorder.begin_step(0)
+            scaled = x * factor
+            recorder.observe(0, Kind.GRADIENT, "right", (scaled / factor).tanh(), whole)
+            recorder.observe(0, Kind.GRADIENT, "wrong", scaled.roll(1, 0).sin(), whole)
+        recorder.program.shares = [((0,), (0,))]
+        return recorder.program
+
+    explainer = Explainer([record(2.0)], record(1.0), 0, (2.0, 0.5))
+    culprit = Culprits(explainer).make(explainer.explain(20.0)[0])
+    assert (culprit.mechanism, expression_of(culprit)) == ("operand", "scaled.roll(1, 0).sin()")
+    assert culprit.taken is not None
+    assert culprit.right is not None
+    assert (culprit.taken.scale, culprit.right.scale) == (2.0, 1.0)
