@@ -24,7 +24,6 @@ from moeverify.explain.describe import (
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
-from moeverify.explain.origins import Origins
 from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
 from moeverify.explain.relation import find_shared
@@ -69,7 +68,7 @@ class Culprits:
         self._landmarks = explainer.landmarks
         self._alignment, self._joint, self._one = explainer.alignment, explainer.joint, explainer.one
         self._right = explainer.right
-        self._origins = Origins(self._alignment, self._one, explainer.proof.breaks)
+        self._origins = explainer.origins
         self._upstream = Upstream(explainer)
         self._groups = explainer.groups
 
@@ -240,7 +239,7 @@ class Culprits:
         """Return the operator that makes a value of a cause a multiple of the right one."""
         if cause.known == "scale":
             return self._find_scaling(cause, next(iter(cause.targets[0].values.values())))
-        return self._origins.trace_scale(next(iter(cause.repairs[0].changes.values)))[1]
+        return self._origins.trace_scale(next(iter(cause.repairs[0].changes.values)), of_parts=True)[1]
 
     def _find_scaling(self, cause: OperatorCause, at: At) -> At:
         """Return the first operator whose result has the factor of a scaled result: the suspect, or a later one."""
@@ -360,7 +359,7 @@ class Culprits:
 
     def _describe_unscaled(self, first: At, taken: At) -> dict[str, Any]:
         """Return fields of a scaled operand: the operator that scales it, or the operand if right results need it."""
-        factor, maker = self._origins.trace_scale(taken)
+        factor, maker = self._origins.trace_scale(taken, of_parts=True)
         source = self._source(taken)
         if source is None or not is_passing(self._joint, maker):
             return self._describe_scale(factor, maker)

@@ -31,6 +31,7 @@ from moeverify.explain.missing_sums import list_missing_sums
 from moeverify.explain.multiples import list_unscaled
 from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
+from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.races import list_races
@@ -103,6 +104,7 @@ class Explainer:
         self._further = Further(self.joint, self.one, step, self.groups)
         self.independent = list_independent(self.joint, self.right, self.wrong)
         self.proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
+        self.origins = Origins(self.alignment, self.one, self.proof.breaks)
 
     def explain(
         self,
@@ -330,9 +332,9 @@ class Explainer:
                     step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
                     steps.append((step, self.joint.execute(step.changes, None, state)))
             before.update(ops)
-        # One edit says more than a chain of them.
-        if (found := self._try(list_unscaled(alignment, unknown), target, unknown, state, end)) is not None:
-            return found
+        scaled = list_unscaled(alignment, unknown, self.origins)
+        if (found := self._try(scaled, target, unknown, state, end)) is not None:
+            return found  # one edit says more than a chain of them
         for step, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
             both = chosen | {step.key}
             if both in self._searched:
@@ -348,6 +350,7 @@ class Explainer:
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
             if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
+        edits = itertools.chain(list_unscaled(alignment, unknown), edits)
         return self._try(edits, target, unknown, state, end)
 
     def _prove(

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_group
+from moeverify.explain.chains import list_group, multiplies
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
+from moeverify.explain.origins import Origins
 
 
-def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]:
+def list_unscaled(
+    alignment: Alignment, unknown: Sequence[At], origins: Origins | None = None
+) -> Iterator[Edit]:
     """Yield edits that divide an operand by its factor, if it is a multiple of a value of one device.
 
-    The values of all ranks and micro-batches at one place of the program are divided together.
+    The values of all ranks and micro-batches at one place of the program are divided together. With `origins`, these
+    are parts of sums, and an operator multiplies them by another number than on one device.
     """
     seen: set[At] = set()
     inside = set(unknown)
@@ -26,10 +30,18 @@ def list_unscaled(alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]
             changes = Changes()
             for each in group:
                 known, data = alignment.find(each), alignment.data(each)
-                if known is None or known.ids is None or data is None:
+                if (
+                    known is None
+                    or known.ids is None
+                    or data is None
+                    or bool(known.over) != (origins is not None)
+                ):
                     break
                 if known.scale != 1.0:
                     changes.values[each] = data / known.scale
             else:
-                if changes.values:
+                is_made = origins is None or multiplies(
+                    alignment.joint, origins.trace_scale(at, of_parts=True)[1]
+                )
+                if changes.values and is_made:
                     yield Edit("scale", list_group(alignment, op, inside), changes)

@@ -103,12 +103,15 @@ class Origins:
             places[found[inside[at]] - starts[at]] = True
         return at, places
 
-    def trace_scale(self, taken: At) -> tuple[float, At]:
+    def trace_scale(self, taken: At, *, of_parts: bool = False) -> tuple[float, At]:
         """Return the factor of a scaled value, and the first operator that introduces it.
 
         This is the first operator on the path for which dividing its result by its factor repairs the
-        value. A program may correct an earlier factor by a later division.
+        value. A program may correct an earlier factor by a later division. A part of a sum counts `of_parts` alone.
         """
+        known = self._alignment.find(taken)
+        if known is not None and known.over and not of_parts:
+            return 1.0, self._joint.maker(taken)
         if taken not in self._scales:
             self._scales[taken] = self._trace_scale(taken)
         return self._scales[taken]
@@ -142,19 +145,20 @@ class Origins:
         for op in walk_back(self._joint, [self._joint.maker(end)], reads, _MOST_BEFORE_SUM):
             if op == self._joint.maker(end) or not multiplies(self._joint, op):
                 continue
-            if any(math.isclose(self._find_ratio(op), each, rel_tol=1e-9) for each in (scale, 1 / scale)):
-                parts = self._list_of_line(op)
-                if self._is_repaired(taken, parts, scale):
-                    return op
+            factor = self._find_own_factor(op)
+            is_factor = any(math.isclose(factor, each, rel_tol=1e-9) for each in (scale, 1 / scale))
+            if is_factor and self._is_repaired(taken, self._list_of_line(op), factor):
+                return op
         return None
 
-    def _find_ratio(self, op: At) -> float:
-        """Return the number by which an operator multiplies or divides, relative to that of one device."""
+    def _find_own_factor(self, op: At) -> float:
+        """Return the factor of an operator that multiplies or divides by a number, relative to one device."""
         recorded = self._joint.op(op)
         others = map(self._one.program.op_of, self._alignment.list_counterparts((op[0], recorded.results[0])))
         theirs = {each.args[1] for each in others if each.name == recorded.name}
         right = next(iter(theirs), 1.0)
-        return float(recorded.args[1]) / right if len(theirs) < 2 and right else 1.0
+        ratio = float(recorded.args[1]) / right if len(theirs) < 2 and right else 1.0
+        return 1 / ratio if ratio and recorded.short.rstrip("_") == "div" else ratio
 
     def _list_of_line(self, op: At) -> list[At]:
         """Return the results of the operator on all ranks, in all layers that run its line."""

@@ -189,7 +189,7 @@ def lead_with(findings: Sequence[Finding], found: Found) -> list[Finding]:
     for culprit, marks in reversed(found.culprits):
         left = _leave_out_refuted(left, culprit, found)
         named = _find_named(left, found.step) if culprit.mechanism not in _LEADING else None
-        is_better = _shows_line(culprit) and named is not None and _is_measured(named)
+        is_better = named is not None and _is_measured(named) and _says_more(culprit, named)
         if named is not None and not is_better and (named.names_operation or not _is_of_start(culprit)):
             left = [each.model_copy(update={"culprit": culprit}) if each is named else each for each in left]
             continue
@@ -281,14 +281,17 @@ def _find_unrefuted(findings: Sequence[Finding], step: int, found: Found) -> Fin
 def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
     """Return whether a measured factor stays the cause: no place refutes it, and no execution shows a line."""
     named = _find_unrefuted(findings, found.step, replace(found, culprits=found.places))
-    shows_line = any(_shows_line(culprit) for culprit, _ in found.culprits)
-    return bool(found.places) and named is not None and not shows_line
+    if named is None or not found.places:
+        return False
+    return not any(_says_more(culprit, named) for culprit, _ in found.culprits)
 
 
-def _shows_line(culprit: Culprit) -> bool:
-    """Return whether an execution shows the line of a mistake, or one that takes another number on one device."""
+def _says_more(culprit: Culprit, measured: Finding) -> bool:
+    """Return whether an execution shows the line of a mistake, or a number for a factor that no size explains."""
+    operation = None if measured.explanation is None else measured.explanation.operation
+    parts = operation.contributions if isinstance(operation, Scaled) else ()
     is_number = culprit.proved and culprit.mechanism == "number" and culprit.there is not None
-    return is_number or culprit.own_line is not None
+    return culprit.own_line is not None or (is_number and not any(each.factor.equals for each in parts))
 
 
 def _is_measured(finding: Finding) -> bool:

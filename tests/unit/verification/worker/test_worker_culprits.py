@@ -18,10 +18,11 @@ from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName, Kind
 from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.explanation import Explanation, Quantity, Subject
-from moeverify.results.factor import Factor
+from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, ReplicaSum
 from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Scaled, Unreduced
+from moeverify.results.part import WHOLE, Contribution
 from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import (
@@ -100,6 +101,10 @@ def test_a_measured_factor_ends_no_search_and_gives_way_to_a_line_that_an_execut
     for each in (proved, number):
         (told, _) = lead([measured, find("w")], (each, [W]))
         assert (told.code, told.culprit) == ("forward", each.model_copy(update={"leads": True}))
+    twice = Contribution(part=WHOLE, factor=Factor(value=2.0, equals=(Product(times=("tp",)),)))
+    explanation = MEASURED["explanation"].model_copy(update={"operation": Scaled(contributions=(twice,))})
+    (told, _) = lead([find("v", **MEASURED | {"explanation": explanation}), find("w")], (number, [W]))
+    assert (told.code, told.culprit) == ("scale", number)  # a size of the layout explains the factor
     (told, _) = lead([measured, find("w")], (other, [W]))
     assert (told.code, told.culprit) == ("scale", other)
     (told, last) = lead_with([measured, find("w")], Found(1, [(other, [W]), (other, [W])], places=[place]))
