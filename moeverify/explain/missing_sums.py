@@ -30,7 +30,8 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
     joint, wanted = alignment.joint, edit.changes.values
     first = next(iter(wanted), None)
     known = alignment.find(first) if edit.kind == "operand" and first is not None else None
-    if edit.kind != "operand" or first is None or (known is not None and known.ids is not None):
+    is_moved = known is not None and known.ids is not None and not known.over
+    if edit.kind != "operand" or first is None or is_moved:
         return  # elements of one device are in a wrong place, and no sum is missing
 
     def reads(op: At) -> list[At]:

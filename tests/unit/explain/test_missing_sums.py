@@ -38,6 +38,17 @@ def test_no_sum_is_named_that_does_not_give_the_right_count() -> None:
     assert "unreduced" not in [edit.kind for cause in explainer.explain(20.0) for edit in cause.repairs]
 
 
+def test_a_mean_of_own_rows_is_no_part_of_the_mean_of_all() -> None:
+    def normalize(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin() / y.square().mean().sqrt()
+
+    y = make(8, 4, seed=2)
+    ranks = [record_call(normalize, x=X, y=part) for part in y.chunk(2)]
+    explainer = Explainer(ranks, record_call(normalize, x=X, y=y), 0, (2.0, 0.5), GROUPS)
+    (cause,) = explainer.explain(20.0)
+    assert (cause.repairs[0].kind, cause.repairs[0].numbers) == ("unreduced", (("mean", "dp"),))
+
+
 def test_a_value_without_counterpart_is_made_before_it_was_copied() -> None:
     program = record_call(lambda x: (x * 3.0).clone().view(4, 6).sin(), x=X)
     joint = Joint([program])
