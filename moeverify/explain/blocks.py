@@ -77,7 +77,10 @@ def _list_held(joint: Joint, one: Program) -> Iterator[_Blocks]:
             for rank, part in parts
             if part.value is not None and part.region.flat is None
         }
-        for dim, _ in enumerate(one.values[value].shape):
+        shape = tuple(one.values[value].shape)
+        if any(region.shape != shape for region in regions.values()):
+            continue  # such as a parameter that one device keeps flat
+        for dim, _ in enumerate(shape):
             found = _Blocks(mark[2], regions, dim, value)
             if found.count:
                 yield found

@@ -98,3 +98,13 @@ def test_parts_of_unequal_size_are_no_blocks() -> None:
     one = record(whole, whole)
     joint = Joint(programs, {})
     assert not [*list_blocks(joint, one, {"tp": [[0, 1]]}, of_axes=False)]
+
+
+def test_a_parameter_of_another_shape_on_one_device_has_no_blocks() -> None:
+    explainer = make_explainer(0, 0, 0, 0)
+    one = explainer.one.program
+    (total,) = (value.number for value in one.values if one.ops[value.op].short == "sin")
+    one.values[total].shape = (SHAPE[0] * SHAPE[1],)
+    for name in WEIGHTS:
+        one.marks[SETUP, Kind.INITIAL_WEIGHT, name][0].value = total
+    assert not list_all(explainer)
