@@ -75,6 +75,16 @@ def test_a_branch_that_computes_an_operand_is_named() -> None:
     assert "return x * 1.0" in list_branches(run)
 
 
+def test_a_condition_without_an_executed_arm_is_no_branch() -> None:
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        for _ in range(on_ranks):
+            if len(x) > 100:
+                x = x.roll(1, 0)
+        return (x @ WEIGHT * (1.5 + on_ranks)).sin()
+
+    assert not [line for line in list_lines_of(run) if line[0] in ("branch", "sole")]
+
+
 def test_a_line_without_an_operator_that_decides_a_replaced_value_is_named() -> None:
     """The added value is right by itself, but the repair replaces it."""
 
