@@ -163,14 +163,14 @@ class OneDevice:
 
     def place(self, op: Op) -> object:
         """Return a key of the source line that calls an operator, shared by all layers that run the line."""
-        return _key_line(self.program, op)
+        return key_line(self.program, op)
 
     def find_on_line(self, program: Program, op: Op, occurrence: int) -> Op | None:
         """Return the call with this number on the same line, module and step, or the last one there.
 
         `op` is an operator of `program`, the program of a rank.
         """
-        found = [self.program.ops[number] for number in self._by_place.get(_key_line(program, op), ())]
+        found = [self.program.ops[number] for number in self._by_place.get(key_line(program, op), ())]
         found = [each for each in found if (each.step, each.module) == (op.step, op.module)]
         return found[min(occurrence, len(found) - 1)] if found else None
 
@@ -194,7 +194,8 @@ class OneDevice:
         return [self.program.ops[number] for number in found]
 
 
-def _key_line(program: Program, op: Op) -> tuple[object, ...]:
+def key_line(program: Program, op: Op) -> tuple[object, ...]:
+    """Return a key of the source line that calls an operator, on either side."""
     return op.name, op.phase, program.sites_of(op)[:1]
 
 

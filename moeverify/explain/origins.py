@@ -13,10 +13,11 @@ from torch import Tensor
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_back
 from moeverify.explain.compare import is_right
-from moeverify.explain.counterparts import OneDevice, pair_tensors
+from moeverify.explain.counterparts import OneDevice, key_line, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
 from moeverify.explain.indexing import number_sources
 from moeverify.explain.joint import At, Changes, Execution, Joint
+from moeverify.explain.known import Known
 from moeverify.explain.program import HIDDEN, Mark, Op
 from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
@@ -30,14 +31,12 @@ _FEW = 0.1
 
 
 class Origins:
-    """Traces operands of the ranks back to where they were computed."""
+    """Traces operands of the ranks back to where they were computed.
 
-    def __init__(
-        self,
-        alignment: Alignment,
-        one: OneDevice,
-        breaks: Callable[[Execution], bool] = lambda done: False,
-    ) -> None:
+    `breaks` returns whether an execution makes right results wrong.
+    """
+
+    def __init__(self, alignment: Alignment, one: OneDevice, breaks: Callable[[Execution], bool]) -> None:
         self._alignment, self._one, self._joint = alignment, one, alignment.joint
         self._breaks = breaks
         self._scales: dict[At, tuple[float, At]] = {}
@@ -110,16 +109,13 @@ class Origins:
         value. A program may correct an earlier factor by a later division. A part of a sum counts `of_parts` alone.
         """
         known = self._alignment.find(taken)
-        if known is not None and known.over and not of_parts:
+        if known is None or known.scale == 1.0 or (known.over and not of_parts):
             return 1.0, self._joint.maker(taken)
         if taken not in self._scales:
-            self._scales[taken] = self._trace_scale(taken)
+            self._scales[taken] = self._trace_scale(taken, known)
         return self._scales[taken]
 
-    def _trace_scale(self, taken: At) -> tuple[float, At]:
-        known = self._alignment.find(taken)
-        if known is None or known.scale == 1.0:
-            return 1.0, self._joint.maker(taken)
+    def _trace_scale(self, taken: At, known: Known) -> tuple[float, At]:
         path = [(taken, known.scale)]
         while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
             path.append(before)
@@ -155,24 +151,23 @@ class Origins:
         """Return the factor of an operator that multiplies or divides by a number, relative to one device."""
         recorded = self._joint.op(op)
         others = map(self._one.program.op_of, self._alignment.list_counterparts((op[0], recorded.results[0])))
-        theirs = {each.args[1] for each in others if each.name == recorded.name}
-        right = next(iter(theirs), 1.0)
-        ratio = float(recorded.args[1]) / right if len(theirs) < 2 and right else 1.0
+        theirs = [number for each in others for number in each.args[1:2]]
+        is_number = all(type(each) in (int, float) and each for each in theirs)
+        if not is_number or len(set(theirs)) > 1:
+            return 1.0  # such as a tensor, or another number in each layer
+        ratio = float(recorded.args[1]) / (theirs[0] if theirs else 1.0)
         return 1 / ratio if ratio and recorded.short.rstrip("_") == "div" else ratio
 
     def _list_of_line(self, op: At) -> list[At]:
         """Return the results of the operator on all ranks, in all layers that run its line."""
-        line = self._line_of(op)
+        recorded, programs = self._joint.op(op), self._joint.programs
+        line = key_line(programs[op[0]], recorded)
         return [
             (rank, each.results[0])
-            for rank, program in enumerate(self._joint.programs)
+            for rank, program in enumerate(programs)
             for each in program.ops
-            if each.results and self._line_of((rank, each.number)) == line
+            if each.results and each.step == recorded.step and key_line(program, each) == line
         ]
-
-    def _line_of(self, op: At) -> tuple[object, ...]:
-        program, recorded = self._joint.programs[op[0]], self._joint.op(op)
-        return recorded.name, recorded.phase, recorded.step, program.sites_of(recorded)[:1]
 
     def _is_repaired(self, taken: At, values: Sequence[At], scale: float) -> bool:
         """Return whether dividing earlier values by a factor makes a value right, and no right result wrong."""

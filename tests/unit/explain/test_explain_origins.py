@@ -9,7 +9,6 @@ from torch import Tensor
 
 from moeverify.explain.describe import describe_op
 from moeverify.explain.explain import Explainer
-from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
 
 
@@ -160,7 +159,7 @@ def test_lost_elements_are_traced_to_the_operator_that_set_them_to_zero() -> Non
     program = record_call(ranks, None, x=x, inside=inside, gradient=gradient)
     one = record_call(lambda x, gradient: (gradient * x.tanh()).flatten(), None, x=x, gradient=gradient)
     explainer = Explainer([program], one, 0, [])
-    origins = Origins(explainer.alignment, explainer.one)
+    origins = explainer.origins
     right = data_of(one, find_result(one)[1])
     maker = origins.trace_zeros(find_result(program), right)
     assert maker is not None

@@ -190,3 +190,15 @@ def test_a_factor_that_right_results_need_is_not_named() -> None:
     assert culprit.taken is not None
     assert culprit.right is not None
     assert (culprit.taken.scale, culprit.right.scale) == (2.0, 1.0)
+
+
+def test_a_line_that_divides_by_a_tensor_on_one_device_has_no_number_to_compare() -> None:
+    def run(x: Tensor, w: Tensor, *, ranks: int) -> Tensor:
+        size = ranks if ranks > 1 else torch.tensor(1.0, dtype=torch.float64)
+        parts = [rows.exp().sum(0) for rows in x.chunk(ranks)]
+        total = torch.stack([part / size for part in parts]).sum(0)
+        return (w.cos() + total).tanh()
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, seed=1)}
+    (culprit,) = explain_call(partial(run, ranks=2), partial(run, ranks=1), **inputs)
+    assert culprit.here.line is not None
