@@ -16,6 +16,9 @@ from moeverify.parallel.regions.region import Region
 
 _MOST = 24
 
+Starts = tuple[tuple[int, float], ...]
+"""For each rank with a block, the rank and the start of its block, in blocks."""
+
 
 @dataclass(frozen=True)
 class _Blocks:
@@ -27,8 +30,8 @@ class _Blocks:
     whole: int
 
     @property
-    def starts(self) -> tuple[tuple[int, float], ...]:
-        """For each rank with a block, the rank and the start of its block, in blocks."""
+    def starts(self) -> Starts:
+        """The starts of the blocks."""
         held = ((at[0], region.dims[self.dim]) for at, region in self.regions.items())
         return tuple((rank, index[0] / len(index)) for rank, index in held)
 
@@ -49,18 +52,29 @@ def list_blocks(joint: Joint, one: Program, groups: Groups, *, of_axes: bool) ->
     An edit changes all parameters with the same blocks, or those of them with one name in all layers. With
     `of_axes`, another axis chooses the blocks now, as may be right, or else no axis does.
     """
-    alike: dict[object, list[_Blocks]] = defaultdict(list)
+    alike: dict[tuple[int, Starts], list[_Blocks]] = defaultdict(list)
     for each in _list_held(joint, one):
         alike[each.count, each.starts].append(each)
     found = (
-        edit
-        for parameters in alike.values()
+        _make(joint, one, members, chosen, (mine, axis))
+        for (count, starts), parameters in alike.items()
+        if bool(mine := _find_axis(groups, count, starts)) == of_axes
         for axis in groups
+        if (chosen := _list_others(groups, axis, count, starts))
         for members in _divide(parameters)
-        if (edit := _make(joint, one, members, groups, axis)) is not None
-        and bool(edit.numbers[0][0]) == of_axes
     )
-    yield from itertools.islice(found, _MOST)
+    yield from itertools.islice((edit for edit in found if edit is not None), _MOST)
+
+
+def _find_axis(groups: Groups, count: int, starts: Starts) -> str:
+    """Return the first mesh axis that chooses the blocks of ranks, or an empty string."""
+    return next((axis for axis in groups if _list_coordinates(groups, axis, count) == dict(starts)), "")
+
+
+def _list_others(groups: Groups, axis: str, count: int, starts: Starts) -> dict[int, int]:
+    """Return the blocks that a mesh axis chooses for the ranks that have others."""
+    right = _list_coordinates(groups, axis, count)
+    return {rank: right[rank] for rank, start in starts if right.get(rank, start) != start}
 
 
 def _list_held(joint: Joint, one: Program) -> Iterator[_Blocks]:
@@ -97,29 +111,27 @@ def _divide(parameters: Sequence[_Blocks]) -> Iterator[Sequence[_Blocks]]:
 
 
 def _make(
-    joint: Joint, one: Program, parameters: Sequence[_Blocks], groups: Groups, axis: str
+    joint: Joint,
+    one: Program,
+    parameters: Sequence[_Blocks],
+    chosen: Mapping[int, int],
+    axes: tuple[str, str],
 ) -> Edit | None:
-    """Return the edit of parameters with the same blocks; None if the axis chooses these, or has another size."""
-    first = parameters[0]
-    right = _list_coordinates(groups, axis, first.count)
-    wrong = [rank for rank, start in first.starts if right.get(rank, start) != start]
-    if not wrong:
-        return None
-    others = (each for each in groups if _list_coordinates(groups, each, first.count) == dict(first.starts))
-    changes, ops, shown = Changes(), dict[At, None](), [(next(others, ""), axis)]
+    """Return the edit that gives ranks the `chosen` blocks; None if their values were not recorded."""
+    changes, ops, shown = Changes(), dict[At, None](), [axes]
     for each in parameters:
         whole = one.values[each.whole].data
         for at, region in each.regions.items():
             data = joint.data(at)
-            if at[0] not in wrong or whole is None or data is None:
+            if at[0] not in chosen or whole is None or data is None:
                 continue
-            length = len(region.dims[each.dim])
-            index = range(right[at[0]] * length, (right[at[0]] + 1) * length)
-            dims = (*region.dims[: each.dim], index, *region.dims[each.dim + 1 :])
-            block = replace(region, dims=dims).take(whole.reshape(region.shape))
+            length, first = len(region.dims[each.dim]), chosen[at[0]]
+            index = range(first * length, (first + 1) * length)
+            other = replace(region, dims=(*region.dims[: each.dim], index, *region.dims[each.dim + 1 :]))
+            block = other.take(whole.reshape(region.shape))
             changes.values[at] = block.reshape(data.shape).to(data.dtype)
             ops[joint.maker(at)] = None
-            shown.append((_name(region, each.dim), _name(replace(region, dims=dims), each.dim)))
+            shown.append((_name(region, each.dim), _name(other, each.dim)))
     names = tuple(dict.fromkeys(each.name for each in parameters))
     return Edit("block", tuple(ops), changes, numbers=tuple(shown[:2]), place=names) if ops else None
 

@@ -48,7 +48,8 @@ Keys = frozenset[Key]
 class Edit:
     """A change of the operators `ops` of all ranks at one place of the program.
 
-    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced argument.
+    `others` maps each operator to its single-device counterpart. `place` is the place of the replaced argument,
+    or has the names of the replaced parameters.
     `numbers` has pairs of numbers of the first operator: (before, after). `path` passes created elements on.
     """
 

@@ -337,10 +337,13 @@ class KnownValues:
 
     def _list_sums(self, at: At) -> Iterator[tuple[At, ...]]:
         """Yield values, including `at`, that may add up: those of its line, then those of its function."""
+        tried = set[tuple[At, ...]]()
         # Ranks may compute their parts in different lines of the same function.
         for members in (self.siblings(at), self._by_loose_key[_loosen(self.key(at))]):
-            tried = () if members is self.siblings(at) else set(self._list_sums_of(at, self.siblings(at)))
-            yield from (parts for parts in self._list_sums_of(at, members) if parts not in tried)
+            for parts in self._list_sums_of(at, members):
+                if parts not in tried:
+                    tried.add(parts)
+                    yield parts
 
     def _list_sums_of(self, at: At, members: Sequence[At]) -> Iterator[tuple[At, ...]]:
         by_rank: dict[int, list[At]] = {}
@@ -348,21 +351,21 @@ class KnownValues:
             by_rank.setdefault(each[0], []).append(each)
         own = by_rank[at[0]]
         place = own.index(at)
-        for group in self._groups:
-            if at[0] in group and all(len(by_rank.get(rank, ())) == len(own) for rank in group):
-                yield tuple(by_rank[rank][place] for rank in group)
+        groups = [group for group in self._groups if at[0] in group]
+        even = [group for group in groups if all(len(by_rank.get(rank, ())) == len(own) for rank in group)]
+        for group in even:
+            yield tuple(by_rank[rank][place] for rank in group)
         # Layers without modules of their own run the same lines: one device tells how many in each pass.
         period = len(self._one_by_key.get(self.key(at), ()))
         if 1 < period < len(own) and len(own) % period == 0:
             passes = {rank: each[place % period :: period] for rank, each in by_rank.items()}
             yield tuple(passes[at[0]])
-            for group in self._groups:
-                if at[0] in group and all(len(by_rank.get(rank, ())) == len(own) for rank in group):
-                    yield tuple(each for rank in group for each in passes[rank])
+            for group in even:
+                yield tuple(each for rank in group for each in passes[rank])
         if len(own) > 1:
             yield tuple(own)
-            for group in self._groups:
-                if at[0] in group and all(rank in by_rank for rank in group):
+            for group in groups:
+                if all(rank in by_rank for rank in group):
                     yield tuple(each for rank in group for each in by_rank[rank])
 
 

@@ -40,8 +40,10 @@ def list_unscaled(
                 if known.scale != 1.0:
                     changes.values[each] = data / known.scale
             else:
-                is_made = origins is None or multiplies(
-                    alignment.joint, origins.trace_scale(at, of_parts=True)[1]
-                )
-                if changes.values and is_made:
+                if changes.values and (origins is None or _is_multiplied(alignment, at, origins)):
                     yield Edit("scale", list_group(alignment, op, inside), changes)
+
+
+def _is_multiplied(alignment: Alignment, part: At, origins: Origins) -> bool:
+    """Return whether an operator that multiplies by a number has made a part of a sum a multiple."""
+    return multiplies(alignment.joint, origins.trace_scale(part, of_parts=True)[1])

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -81,7 +81,7 @@ def find_configuration(target: str, given: Mapping[str, Any] | None = None) -> C
             _check_added(source, _list_sources(factory, name, {}), inner)
             return _of_object(target, factory, partial(_call_with, factory, own, name), source, inner, own)
         for source in _list_sources(factory, name, {}) if inner else ():
-            raise _refuse_fields(source, inner)
+            _refuse_fields(source, inner)
     if guessed is None:
         raise _refuse(target, missing)
     fields = {**given, **guessed}
@@ -158,13 +158,10 @@ def _find_hint(factory: Callable[..., Any], name: str) -> Any:
         return None
 
 
-def _refuse_fields(source: _Source, given: Mapping[str, Any]) -> CaseError:
+def _refuse_fields(source: _Source, given: Mapping[str, Any]) -> NoReturn:
     kind = type(source.config).__name__
-    try:
-        _check_names(kind, list(vars(source.config)), given)
-    except CaseError as error:
-        return error
-    return CaseError([Problem(f"`{kind}` does not accept these values", path="--set")])
+    _check_names(kind, list(vars(source.config)), given)
+    raise CaseError([Problem(f"`{kind}` does not accept these values", path="--set")])
 
 
 def _check_added(source: _Source, plain: Iterable[_Source], given: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ Confirms = Callable[[Values], bool]
 """Function that returns whether a case that shows the failure shows it in the same line, which takes longer."""
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 Group = tuple[str, ...]
 """Fields that are reduced together."""
@@ -75,20 +76,17 @@ class Shrinking:
         groups = _halve_list(list(singles))
         while groups:
             merged = {tuple(group): self._merge([singles[path] for path in group]) for group in groups}
-            valid = [group for group, values in merged.items() if self.list_fields(values) is not None]
-            shown = dict(zip(valid, self._try([merged[group] for group in valid]), strict=True))
-            found |= {group: merged[group] for group, is_shown in shown.items() if is_shown}
-            groups = [
-                part for group in groups if tuple(group) not in found for part in self._halve(group, merged)
-            ]
+            found |= self._find_shown(merged)
+            failed = [group for group in groups if tuple(group) not in found]
+            for group in failed:
+                self._note_failed(tuple(group), merged[tuple(group)])
+            groups = [part for group in failed if len(group) > 1 for part in _halve_list(group)]
         return found
 
-    def _halve(self, group: list[str], merged: Mapping[Group, Mapping[str, Any]]) -> list[list[str]]:
-        """Return the halves of a group that failed; the value of a single field is not tried again."""
-        if len(group) > 1:
-            return _halve_list(group)
-        self._failed[group[0]].add(json.dumps(merged[tuple(group)][group[0]]))
-        return []
+    def _note_failed(self, group: Group, values: Values) -> None:
+        """Note that the value of a field is not tried again, if it failed alone."""
+        if len(group) == 1:
+            self._failed[group[0]].add(json.dumps(values[group[0]]))
 
     def _take(self, found: Mapping[Group, dict[str, Any]]) -> None:
         """Go on with all groups together, or with the first one that is confirmed if they are not."""
@@ -96,7 +94,7 @@ class Shrinking:
         if not self._confirm(best):
             kept = {group: values for group, values in found.items() if self._confirm(values)}
             for group in found.keys() - kept.keys():
-                self._halve(list(group), found)
+                self._note_failed(group, found[group])
             best = next(iter(kept.values()), self.values)
         self.values = dict(best)
 
@@ -150,11 +148,11 @@ class Shrinking:
         """Return the case with all reductions that show the failure together, or with as many as possible."""
         groups = [list(found)]
         while len(groups[0]) > 1:
-            merged = [self._merge(group) for group in groups]
-            valid = [each for each in merged if self.list_fields(each) is not None]
-            shown = [each for each, is_shown in zip(valid, self._try(valid), strict=True) if is_shown]
+            shown = self._find_shown({place: self._merge(group) for place, group in enumerate(groups)})
             if shown:
-                return max(shown, key=lambda each: sum(each[path] != self.values.get(path) for path in each))
+                return max(
+                    shown.values(), key=lambda each: sum(each[path] != self.values.get(path) for path in each)
+                )
             groups = [part for group in groups for part in _halve_list(group)]
         return found[0]
 
@@ -165,6 +163,12 @@ class Shrinking:
                 if path not in self.values or self.values[path] != value:
                     merged = _set(merged, path, value)
         return merged
+
+    def _find_shown(self, cases: Mapping[K, dict[str, Any]]) -> dict[K, dict[str, Any]]:
+        """Return the valid cases that show the failure."""
+        valid = {key: values for key, values in cases.items() if self.list_fields(values) is not None}
+        shown = zip(valid.items(), self._try(list(valid.values())), strict=True)
+        return {key: values for (key, values), is_shown in shown if is_shown}
 
     def _try(self, cases: Sequence[Mapping[str, Any]]) -> list[bool]:
         """Return whether each case shows the failure; a case that was tried before does not run again."""
