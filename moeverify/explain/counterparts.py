@@ -13,6 +13,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.content import Elements
 from moeverify.explain.joint import At
 from moeverify.explain.known import Key, list_keys
+from moeverify.explain.ordering import list_sources_first
 from moeverify.explain.program import Op, Program, Ref
 
 _MOST = 4
@@ -208,10 +209,16 @@ class Counterparts:
 
     def find(self, at: At) -> list[Op]:
         """Return possible counterparts of an operator of a rank, the likeliest first."""
-        if at not in self._found:
-            self._found[at] = []  # ends the recursion: the search looks up the makers of operands
-            self._found[at] = self._find(at)
+        for each in list_sources_first(at, self._list_unknown, self._found):
+            self._found[each] = self._find(each)
         return self._found[at]
+
+    def _list_unknown(self, at: At) -> list[At]:
+        """Return the operators that computed the unknown operands of an operator with results."""
+        op = self._alignment.joint.op(at)
+        taken = [(at[0], number) for number in op.reads()] if op.results else []
+        makers = (self._maker(each) for each in taken if self._alignment.find(each) is None)
+        return [maker for maker in makers if maker is not None]
 
     def _find(self, at: At) -> list[Op]:
         alignment, one = self._alignment, self._one
@@ -227,7 +234,7 @@ class Counterparts:
                 ids[number] = known.ids
             elif known is None:
                 maker = self._maker((at[0], number))
-                made = self.find(maker) if maker is not None else []
+                made = self._found[maker] if maker is not None else []
                 if made:
                     makers[number] = made[0].number
         roots = [root for each in ids.values() for root in one.roots(each)]

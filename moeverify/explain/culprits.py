@@ -326,7 +326,7 @@ class Culprits:
             over = () if op.meeting is None else (name_ranks(self._groups, op.meeting.group.ranks),)
             stale = None if narrow else self._find_stale(first, edit)
             return {"rounds_to": narrow, "taken": stale, "axes": over}
-        if edit.kind in ("group", "unreduced", "number", "created", "block"):
+        if edit.kind in ("group", "unreduced", "number", "created", "block", "owned"):
             # Of a pair (axis or reduction, axis).
             first_axis = {"group": 0, "unreduced": 1, "block": 0}.get(edit.kind, 2)
             axes = tuple(filter(None, edit.numbers[0][first_axis:] if edit.numbers else ()))

@@ -27,13 +27,15 @@ Kind = Literal[
     "value",
     "created",
     "block",
+    "owned",
 ]
 """The kinds of edits.
 
 An edit changes options or the operator. It replaces an operand by another value, the total of a sum, its share of a
 value that counts once, or a whole tensor. It removes or inserts an operator, replaces the output of a module or the
 result, divides an operand by its factor, gives a collective another group, reduces over ranks or widens a dtype. It
-replaces elements of an operand where they are created, or gives ranks other blocks of parameters.
+replaces elements of an operand where they are created, gives ranks other blocks of parameters, or parts of a
+sum the elements that they own.
 """
 
 

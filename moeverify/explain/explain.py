@@ -17,13 +17,13 @@ from typing import get_args
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_copied, list_chain
+from moeverify.explain.chains import is_copied
 from moeverify.explain.compare import relative_error
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
 from moeverify.explain.edit import Edit, Keys
 from moeverify.explain.edit import Kind as EditKind
-from moeverify.explain.edits import list_chain_numbers, list_edits, list_skipped_writes
+from moeverify.explain.edits import list_edits, list_skipped_writes
 from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
@@ -308,11 +308,9 @@ class Explainer:
         steps: list[tuple[Edit, Execution]] = []
         before: set[At] = set()
         for ops in suspects:
-            for each in list_chain(self.joint, [at for at in self.joint.reads(ops[0]) if at[0] == ops[0][0]]):
-                numbers = list_chain_numbers(alignment, self.one, each)
-                found = self._try(numbers, target, unknown, state, end)
-                if found is not None:
-                    return found
+            moved = self._further.list_moved(alignment, ops)
+            if (found := self._try(moved, target, unknown, state, end)) is not None:
+                return found
             # Values known without edits: a first step may have made a module's output a known value.
             returns = list_returns(alignment, self.one, self.landmarks, ops)
             returns = (each for each in returns if all(self.alignment.find(at) for at in each.changes.values))

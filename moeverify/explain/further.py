@@ -10,9 +10,16 @@ from moeverify.explain.blocks import list_blocks
 from moeverify.explain.chains import list_chain, list_group, skip_moves
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.edit import Edit
-from moeverify.explain.edits import list_edits, list_numbers, list_removals, list_skipped_writes
+from moeverify.explain.edits import (
+    list_chain_numbers,
+    list_edits,
+    list_numbers,
+    list_removals,
+    list_skipped_writes,
+)
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.joint import At, Joint
+from moeverify.explain.owned import list_owned
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.regroup import Groups, list_reductions
 
@@ -41,6 +48,12 @@ class Further:
         """Yield edits that are few, and whose causes no edit of a suspect names: other blocks, skipped writes."""
         yield from list_blocks(self._joint, self._one.program, self._groups, of_axes=False)
         yield from itertools.islice(list_skipped_writes(alignment, unknown), _MOST_SKIPPED)
+
+    def list_moved(self, alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
+        """Yield edits of the masks and moves before suspects: elements that other ranks own, and other numbers."""
+        yield from list_owned(alignment, self._one, ops)
+        for op in list_chain(self._joint, self._joint.own_reads(ops[0])):
+            yield from list_chain_numbers(alignment, self._one, op)
 
     def list_edits(
         self,

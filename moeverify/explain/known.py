@@ -34,6 +34,7 @@ from moeverify.explain.content import (
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.operators import NotExecutable, is_blank
+from moeverify.explain.ordering import list_sources_first
 from moeverify.explain.program import Op, Program
 
 Key = tuple[object, ...]
@@ -114,12 +115,18 @@ class KnownValues:
 
     def find(self, at: At) -> Known | None:
         """Return the known single-device elements of a value, or None."""
-        if at not in self._known:
-            inherited = self._inherit(at)
-            self._known[at] = inherited[0] if inherited else None  # a sum looks up its parts recursively
+        for each in list_sources_first(at, self._list_moved, self._known) if at not in self._known else ():
+            inherited = self._inherit(each)
+            self._known[each] = inherited[0] if inherited else None  # a sum looks up its parts recursively
             if not inherited:
-                self._known[at] = self._look_up(at)
+                self._known[each] = self._look_up(each)
         return self._known[at]
+
+    def _list_moved(self, at: At) -> list[At]:
+        """Return the floating-point values whose elements an operator moves to a value; empty for other values."""
+        maker = self.joint.maker(at)
+        is_open = self.is_moved(at, self.joint.op(maker)) and not self.is_set(at) and not self._inherit(at)
+        return [each for each in self.joint.reads(maker) if is_open and self.joint.value(each).is_floating]
 
     def is_set(self, at: At) -> bool:
         """Return whether a change replaces a value by a single-device value."""
@@ -141,13 +148,18 @@ class KnownValues:
 
     def is_blank(self, at: At) -> bool:
         """Return whether a value is uninitialized memory, or moved from it: earlier tensors left its numbers."""
-        if at not in self._blank:
-            op = self.joint.op(self.joint.maker(at))
-            self._blank[at] = is_blank(op)
-            if op.meeting is None and self.is_moved(at, op):
-                sources = [(at[0], number) for number in op.reads()]
-                self._blank[at] = bool(sources) and all(map(self.is_blank, sources))
+        for each in list_sources_first(at, self._list_copied, self._blank) if at not in self._blank else ():
+            op, sources = self.joint.op(self.joint.maker(each)), self._list_copied(each)
+            is_moved = op.meeting is None and self.is_moved(each, op)
+            is_filled = bool(sources) and all(self._blank[source] for source in sources)
+            self._blank[each] = is_filled if is_moved else is_blank(op)
         return self._blank[at]
+
+    def _list_copied(self, at: At) -> list[At]:
+        """Return the values whose elements an operator, and no collective, moves to a value."""
+        op = self.joint.op(self.joint.maker(at))
+        is_moved = op.meeting is None and self.is_moved(at, op)
+        return [(at[0], number) for number in op.reads()] if is_moved else []
 
     def tells(self, at: At) -> bool:
         """Return whether a value has elements that distinguish it from other values."""

@@ -19,6 +19,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
+from moeverify.explain.owned import list_choosing
 from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
@@ -133,6 +134,9 @@ class Upstream:
             yield from self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]])
         if kind == "removed":
             yield from self._lines.list_deciding(self._lines.sites(cause.ops[0]))
+        if kind == "owned":
+            chosen = (self._lines.sites(op) for op in list_choosing(self._joint, cause.ops[0]))
+            yield from (make_origin("chosen", sites) for sites in chosen if sites)
         if cause.known == "shared":
             yield from self._lines.list_aliases(cause.ops[0][0], cause.targets[0].mark[2])
 

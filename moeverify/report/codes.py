@@ -25,6 +25,7 @@ MECHANISMS: Mapping[Mechanism, str] = {
     "unreduced": "each rank goes on with its own result; reduced over a mesh axis, it is right",
     "created": "it makes elements that are wrong where later operations take them",
     "block": "it makes a block of a parameter that another rank of a mesh axis should have",
+    "owned": "it gives a rank's part of a sum elements that other ranks add, or none that no other rank adds",
     "dtype": "it computes in a narrower dtype than one device, and rounding makes the results wrong",
     "reduction": "its results are partial sums that are never reduced",
     "moved": "its results are correct values in wrong positions",

@@ -21,6 +21,7 @@ Mechanism = Literal[
     "value",
     "created",
     "block",
+    "owned",
     "scale",
     "group",
     "unreduced",
@@ -127,6 +128,7 @@ OriginKind = Literal[
     "made",
     "entered",
     "callee",
+    "chosen",
     "reader",
     "repeated",
     "unused",
@@ -152,6 +154,7 @@ OriginKind = Literal[
 - `condition`: it decides whether the missing call runs;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
+- `chosen`: it decides which elements of a part of a sum are not zero;
 - `reader`: it reads a state that nothing writes in the step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;

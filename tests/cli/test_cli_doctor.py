@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,10 @@ def test_what_a_busy_machine_has_kept_from_its_end_is_tried_again(
 
 
 @pytest.mark.ranks
-def test_what_runs_ends_where_nobody_waits_for_it() -> None:
+def test_what_runs_ends_where_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # no server runs there, which would own the processes
     left: list[psutil.Process] = []
     before = psutil.Process().children(recursive=True)  # processes that other tests have started
 

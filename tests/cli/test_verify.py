@@ -13,6 +13,7 @@ import pytest
 
 import moeverify
 from moeverify.errors import CaseError, MachineError
+from moeverify.report.words.wider import describe_wider
 from moeverify.verification.controller.api import name_function
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -76,8 +77,12 @@ def test_a_finding_below_float64_is_asked_of_wider_precisions(escalate: bool) ->
     chosen: dict[str, Any] = FAST | {"precision": "bfloat16", "escalate": escalate}
     result = moeverify.verify("my_gpt.model:make", parallelize="my_gpt.wrong:parallelize", **chosen)
     assert not result.ok
-    assert any(finding.wider for finding in result.findings) == escalate, str(result)
-    assert ("in float32 and float64" in str(result) or "found in float64" in str(result)) == escalate
+    asked = [finding for finding in result.findings if finding.wider]
+    assert bool(asked) == escalate, str(result)
+    assert {each.precision for finding in asked for each in finding.wider} <= {"float32", "float64"}
+    # On a busy machine a wider run may end at its limit, and then the report says so.
+    said = [line for finding in asked for line in describe_wider(finding)]
+    assert any(line in str(result) for line in said) == escalate, str(result)
 
 
 @pytest.mark.ranks

@@ -145,6 +145,7 @@ _ABOUT: Mapping[Mechanism, str] = {
     "share": "it adds a whole value to a part of a sum",
     "whole": "it uses a part of a tensor",
     "removed": "one device does not do this",
+    "owned": "its zeros are in the wrong places",
     "group": "its group has the wrong ranks",
     "unreduced": "its result is not reduced",
     "inserted": "an operation before it is missing",
@@ -324,6 +325,13 @@ def _describe_block(culprit: Culprit) -> list[Row]:
     ]
 
 
+def _describe_owned(culprit: Culprit) -> list[Row]:
+    ((rank, extra),) = culprit.numbers
+    if rank == "no rank":
+        return [(_HERE, f"{extra} of a sum over the ranks are zero in all parts: one rank should add them")]
+    return [(_HERE, f"of the part that {rank} adds to a sum, {extra} should be zero: other ranks add them")]
+
+
 def _describe_dtype(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"in {culprit.rounds_to}"), (_THERE, "float64")]
 
@@ -411,6 +419,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "unreduced": _describe_unreduced,
     "created": _describe_created,
     "block": _describe_block,
+    "owned": _describe_owned,
     "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,

@@ -140,6 +140,21 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
             ),
         ],
     ),
+    "owned": (
+        {"numbers": (("rank 1", "3 of 128 rows (50, 97, 114)"),)},
+        [
+            (
+                "cause",
+                "first wrong operation: `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1; "
+                "its zeros are in the wrong places",
+            ),
+            (
+                "here",
+                "of the part that rank 1 adds to a sum, 3 of 128 rows (50, 97, 114) should be zero: "
+                "other ranks add them",
+            ),
+        ],
+    ),
     "reduction": (
         {"results": ("gradient/w",), "axes": ("tp",)},
         [

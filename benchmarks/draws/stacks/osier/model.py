@@ -72,7 +72,7 @@ class Vocabulary(nn.Module):
             return F.embedding(ids, self.table)
         local = ids - tp.rank * rows
         outside = (local < 0) | (local >= rows)
-        found = F.embedding(local.masked_fill(outside, 0), self.table)
+        found = F.embedding(local.masked_fill(outside, 0), self.table)  # anchor: found
         if not self.dims.has("osier-embed-outside"):  # plant: osier-embed-outside
             found = found.masked_fill(outside[..., None], 0.0)
         return from_tensor_region(found, self.dims)

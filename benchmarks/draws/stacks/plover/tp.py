@@ -81,7 +81,7 @@ class VocabParallel:
         start = axis.rank * len(table)
         outside = (ids < start) | (ids >= start + len(table))
         local = (ids - start).masked_fill(outside, 0)
-        rows = F.embedding(local, table)
+        rows = F.embedding(local, table)  # anchor: rows
         if not self.ps.using("plover-embed-mask"):  # plant: plover-embed-mask
             rows = rows.masked_fill(outside[..., None], 0.0)
         return ScatterSequence.apply(rows, axis, 1)
