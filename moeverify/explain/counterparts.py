@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,17 @@ class OneDevice:
     def holds(self, number: int, ids: Tensor) -> bool:
         """Return whether a value contains almost all of these elements."""
         return self.has(number, ids) > _ALMOST_ALL
+
+    def holds_at_place(self, op: Op, ids: Tensor) -> bool:
+        """Return whether the calls of an operator's line in its module and step make almost all of these elements."""
+        made = [self.program.ops[number] for number in self._by_place[self.place(op)]]
+        flat = ids.reshape(-1)
+        flat = flat[flat > 0]
+        is_found = torch.zeros(len(flat), dtype=torch.bool)
+        for each in made:
+            if (each.step, each.module) == (op.step, op.module):
+                is_found |= self.find_places(each.results[0], flat) >= 0
+        return bool(len(flat)) and float(is_found.double().mean()) > _ALMOST_ALL
 
     def find_places(self, number: int, ids: Tensor) -> Tensor:
         """Return the flat index of each element in a value, or -1 for padding and missing elements.
@@ -213,6 +224,43 @@ class Counterparts:
             self._found[each] = self._find(each)
         return self._found[at]
 
+    def list_pairs(self, ops: Sequence[At]) -> list[list[tuple[At, Op]]]:
+        """Return pairs of all operators with counterparts: the likeliest ones, then those that one operand chooses.
+
+        Where rows are computed with the weights of another expert, rows and weights choose different counterparts.
+        """
+        found = {at: self.find(at) for at in ops}
+        others = found[ops[0]]
+        pairs = [
+            [(at, each) for at in ops for each in self._list_alike(found[at], other)[:1]] for other in others
+        ]
+        recorded = self._alignment.joint.op(ops[0])
+        is_same = bool(others) and others[0].name == recorded.name
+        for pair in pair_tensors(recorded, others[0]) if is_same else ():
+            chosen = (
+                (at, self._choose_by(at, self._list_alike(found[at], others[0]), pair.place)) for at in ops
+            )
+            pairs.append([(at, other) for at, other in chosen if other is not None])
+        by_numbers = {tuple(other.number for _, other in each): each for each in reversed(pairs)}
+        return [each for each in reversed(by_numbers.values()) if len(each) == len(ops)]
+
+    def _list_alike(self, found: Sequence[Op], other: Op) -> list[Op]:
+        """Return the counterparts at the same place of the program as `other`."""
+        place = self._one.place(other)
+        return [each for each in found if self._one.place(each) == place]
+
+    def _choose_by(self, at: At, found: Sequence[Op], place: Place) -> Op | None:
+        """Return the counterpart whose operand at a place contains most of the operator's operand there."""
+        return max(found, key=lambda other: self._measure(at, other, place), default=None)
+
+    def _measure(self, at: At, other: Op, place: Place) -> float:
+        """Return the share of an operand that the same operand of a counterpart contains."""
+        pair = find_pair(self._alignment.joint.op(at), other, place)
+        known = None if pair is None else self._alignment.find((at[0], pair.mine))
+        if pair is None or known is None or known.ids is None:
+            return 0.0
+        return self._one.has(pair.theirs, known.ids)
+
     def _list_unknown(self, at: At) -> list[At]:
         """Return the operators that computed the unknown operands of an operator with results."""
         op = self._alignment.joint.op(at)
@@ -274,7 +322,8 @@ def _score(
     for pair in pairs:
         mine, theirs = ids.get(pair.mine), one.ids(pair.theirs)
         if mine is not None and theirs is not None:
-            overlap += one.has(pair.theirs, mine) or one.resembles(mine, theirs)
+            share = one.has(pair.theirs, mine)
+            overlap += share + (1 - share) * (one.resembles(mine, theirs) if share < 1 else 0.0)
         elif pair.mine in makers:
             overlap += _MADE_ALIKE * (one.maker(pair.theirs) == makers[pair.mine])
     own = one.keys[other.results[0]][:-1] if other.results else ()

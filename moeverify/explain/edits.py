@@ -27,17 +27,8 @@ def list_edits(
 ) -> Iterator[Edit]:
     """Yield edits that make the operators at one place of the program compute as on the single device."""
     yield from list_part_edits(alignment, one, ops)
-    found = {at: counterparts.find(at) for at in ops}
-    for other in found[ops[0]]:
-        pairs = [(at, best) for at in ops if (best := _choose_like(one, found[at], other)) is not None]
-        if len(pairs) == len(ops):
-            yield from _list_towards(alignment, one, pairs)
-
-
-def _choose_like(one: OneDevice, found: Sequence[Op], other: Op) -> Op | None:
-    """Return the likeliest counterpart at the same place of the program as `other`."""
-    place = one.place(other)
-    return next((each for each in found if one.place(each) == place), None)
+    for pairs in counterparts.list_pairs(ops):
+        yield from _list_towards(alignment, one, pairs)
 
 
 def _list_towards(alignment: Alignment, one: OneDevice, pairs: Sequence[tuple[At, Op]]) -> Iterator[Edit]:
@@ -382,7 +373,8 @@ def _with_options(op: Op, other: Op) -> Op:
             return mine
         if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple) and len(mine) == len(theirs):
             return type(mine)(merge(one, two) for one, two in zip(mine, theirs, strict=True))
-        return mine if isinstance(theirs, Ref) else theirs
+        is_tensor = next(list_refs(theirs), None) is not None  # of the other program, also in a longer list
+        return mine if is_tensor else theirs
 
     args = [merge(mine, theirs) for mine, theirs in zip(op.args, other.args, strict=False)]
     return replace(op, args=tuple(args), kwargs={**op.kwargs, **_plain(other)})

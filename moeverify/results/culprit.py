@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal
 
 from moeverify.results.cause import Cause
@@ -56,6 +58,9 @@ _OF_VALUES = ("operand", "whole", "number", "scale", "share", "moved")
 
 _OF_NUMBERS = ("number", "scale")
 """Mechanisms of a wrong number."""
+
+_LARGEST = 1000
+"""Maximum denominator of a factor that is no measurement."""
 
 _INDEXED = ("index_put", "index_copy", "scatter")
 """Operators that write rows to other places."""
@@ -321,8 +326,15 @@ class Culprit(Record):
     @property
     def names_cause(self) -> bool:
         """Return whether the proved change is one of the code, not only of a value that was made elsewhere."""
-        is_of_line = self.mechanism != "created" and not self._is_made_elsewhere
+        is_of_line = self.mechanism != "created" and not (self._is_made_elsewhere or self.is_measured)
         return self.proved and (self.own_line is not None or is_of_line)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether neither a size of the layout nor a simple ratio explains the factor, which is only measured."""
+        squares = (self.factor, self.factor * self.factor)  # such as the root of a width
+        is_simple = any(math.isclose(_simplify(each), each, rel_tol=1e-9) for each in squares)
+        return self.mechanism == "scale" and not (self.axes or is_simple)
 
     @property
     def code(self) -> Cause:
@@ -358,6 +370,11 @@ class Culprit(Record):
             return Cause.SHARE_WEIGHTS  # else each rank lacks only the parts of others
         is_rate = self.mechanism == "scale" and self.here.phase == "step"
         return None if is_rate else _CODES.get(self.mechanism)
+
+
+def _simplify(number: float) -> float:
+    """Return the nearest ratio of small numbers."""
+    return float(Fraction(number).limit_denominator(_LARGEST)) if math.isfinite(number) else math.nan
 
 
 def _is_stale(taken: SourceValue, right: SourceValue) -> bool:

@@ -58,7 +58,7 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     about = "one input may be wrong" if is_doubtful else _ABOUT.get(culprit.mechanism, "its inputs match")
     if culprit.mechanism == "block":
         return f"wrong block of a parameter: made by {operation}"
-    if culprit.names_cause or not culprit.proved:
+    if culprit.names_cause or culprit.is_measured or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
     if culprit.mechanism == "created":
         return f"first wrong elements: made by {operation}"

@@ -75,6 +75,24 @@ def test_a_line_of_one_device_is_not_named_as_the_cause(mechanism: Mechanism, ca
     assert not culprit.names_cause
 
 
+@pytest.mark.parametrize(
+    ("factor", "axes", "is_named"),
+    [
+        (2.0, (), True),
+        (0.125**0.5, (), True),
+        (0.999, (), True),
+        (0.99217354, (), False),
+        (0.99217354, ("tp",), True),
+    ],
+)
+def test_a_factor_that_nothing_explains_is_a_measurement(
+    factor: float, axes: tuple[str, ...], is_named: bool
+) -> None:
+    culprit = make("scale", factor=factor, axes=axes)
+    assert culprit.names_cause is is_named
+    assert list_culprit(culprit)[0][1].endswith("ranks 0, 1; its inputs match")
+
+
 def test_an_operand_without_a_counterpart_was_made_wrongly_before() -> None:
     culprit = make("operand", right=MADE, there=THERE)
     assert "ranks 0, 1; the mistake is where the input is made" in list_culprit(culprit)[0][1]
