@@ -5,7 +5,9 @@ Does not import torch.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -189,9 +191,14 @@ class GoldenSet:
 
 
 def _name_golden(case: Case, code: str, mark: str = "") -> str:
-    """Return the name of a full golden: recipe fingerprint, optional checks and code version."""
+    """Return the name of a full golden: recipe fingerprint, optional checks, code version, and place of user code.
+
+    Two commands at the same time may run other code of the user under one recipe, such as two checkouts.
+    """
     also = (name.replace(" ", "-") for name in sorted(case.checks.also))
-    return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}"
+    places = [*search_path(case), os.environ.get("PYTHONPATH", "")]
+    own = f"-{hashlib.sha256(repr(places).encode()).hexdigest()[:8]}" if case.recipe.functions else ""
+    return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}{own}"
 
 
 def _limit_of(case: Case, options: RunOptions) -> float | None:

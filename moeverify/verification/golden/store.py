@@ -25,12 +25,14 @@ from torch import Tensor
 from moeverify.abandoned import hold, release, remove_abandoned
 from moeverify.checksum import checksum_file, seal
 from moeverify.errors import FormatError
+from moeverify.input_file import read_input
 from moeverify.json_file import JsonFile
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.sketch import MOMENTS
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
+_PLACE = "place"
 _VERSION = 8
 _MOST_WAITS, _WAIT = 20, 0.1  # seconds each
 _FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "sketches"}
@@ -183,11 +185,24 @@ def _narrow(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if wide else tensor
 
 
-def sweep_unfinished(cache: Path) -> None:
-    """Remove the unfinished folders of killed processes from the cache of all goldens."""
-    for retired in cache.glob("*.retired"):
+def note_place(golden: Path, place: str) -> None:
+    """Write the folder of the user's code into the folder of a golden; see `sweep`."""
+    (golden / _PLACE).write_text(place, encoding="utf-8")
+
+
+def sweep(cache: Path) -> None:
+    """Remove goldens of user code that is gone, and unfinished folders of killed processes, from a cache."""
+    gone = (each.parent for each in cache.glob(f"*/{_PLACE}") if not _has_place(each))
+    for retired in (*cache.glob("*.retired"), *gone):
         shutil.rmtree(retired, ignore_errors=True)
     remove_abandoned(cache.glob("*.partial"))
+
+
+def _has_place(noted: Path) -> bool:
+    try:
+        return Path(read_input(noted).decode()).exists()
+    except OSError:  # another command has removed it
+        return True
 
 
 def is_stored(folder: Path) -> bool:

@@ -340,8 +340,11 @@ def _attach(
     }
     first = lead.model_copy(update={**update, "rivals": (), "unexplained": (), "follow_up": None})
     repaired = set(culprit.repaired)
+    placed = culprit.results if culprit.proved and culprit.mechanism == "block" else ()
 
     def follow(each: Finding) -> Finding:
+        if each.step < 0 and each.tensor in placed:
+            return each.model_copy(update={"follows": lead.tensor})  # such as blocks that no rank holds
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
         if not (culprit.proved and follows) or each.culprit is not None or is_apart(each):
             return each

@@ -21,7 +21,7 @@ from moeverify.cases.schema import Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.train.target import describe_error, import_path
-from moeverify.verification.golden.store import StoredGolden, is_stored, sweep_unfinished
+from moeverify.verification.golden.store import StoredGolden, is_stored, note_place, sweep
 from moeverify.verification.golden_run.golden import make_golden
 from moeverify.verification.jobs import (
     GoldenEnd,
@@ -43,7 +43,7 @@ def make_goldens(context: RankContext, job: GoldenJob) -> GoldenResult | None:
     """Make the goldens that are missing or damaged, each on one rank. Return their summaries on rank 0."""
     if context.rank == 0:
         for cache in {order.folder.parent for order in job.orders}:
-            sweep_unfinished(cache)
+            sweep(cache)
     told: set[int] = set()
     for number in range(context.rank, len(job.orders), context.world_size):
         order = job.orders[number]
@@ -119,6 +119,8 @@ def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
         began = time.monotonic()
         make_golden(order.recipe, folder, device, also=order.also, sketch=order.sketch)
         seconds = time.monotonic() - began
+        if order.recipe.functions and order.search_path:
+            note_place(folder, order.search_path[0])
     summary = GoldenSummary.model_validate(StoredGolden(folder).summary)
     return summary.model_copy(update={"damage": damage, "seconds": seconds})
 

@@ -37,6 +37,29 @@ def test_a_place_that_is_no_folder_is_refused_before_anything_starts(tmp_path: P
     assert caught.value.problems[0].path == option
 
 
+@pytest.mark.parametrize(
+    ("model", "is_apart"), [('{factory: "net:Net", vocab_size: 8}', True), ("{preset: stress}", False)]
+)
+def test_two_checkouts_share_goldens_of_built_in_models_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, is_apart: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for checkout in ("ours", "theirs", "ours"):
+        (tmp_path / checkout).mkdir(exist_ok=True)
+        (tmp_path / checkout / "net.py").write_text("class Net: ...\n")
+        (tmp_path / checkout / "case.yaml").write_text(
+            f"recipe: {{model: {model}}}\nlayout: {{dp_shard: 2}}\n"
+        )
+        goldens = GoldenSet.of(load_cases([Path(checkout) / "case.yaml"]), RunOptions(cache_folder=tmp_path))
+        names += [folder.name for folder in goldens.orders]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "theirs"))
+    goldens = GoldenSet.of(load_cases([Path("ours") / "case.yaml"]), RunOptions(cache_folder=tmp_path))
+    ours, theirs, again, *others = [*names, *(folder.name for folder in goldens.orders)]
+    assert ours == again
+    assert (theirs != ours, others != [ours]) == (is_apart, is_apart)
+
+
 def test_an_interrupt_leaves_no_unfinished_golden(tmp_path: Path) -> None:
     goldens = GoldenSet.of(load_cases([CASE]), RunOptions(cache_folder=tmp_path))
     unfinished = tmp_path / "golden.1.partial"

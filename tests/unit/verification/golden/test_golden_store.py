@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeverify.errors import FormatError
 from moeverify.parallel.regions.region import Region
-from moeverify.verification.golden.store import GoldenWriter, StoredGolden, is_stored, sweep_unfinished
+from moeverify.verification.golden.store import GoldenWriter, StoredGolden, is_stored, note_place, sweep
 
 SHAPE = (6, 4)
 
@@ -202,11 +202,21 @@ def test_what_a_killed_process_has_left_is_swept(tmp_path: Path, weight: Tensor)
     assert len(list(tmp_path.glob("killed.*.partial"))) == 1
     (tmp_path / "old.1.retired").mkdir()
     with GoldenWriter(tmp_path / "g") as writer:  # in use: it stays
-        sweep_unfinished(tmp_path)
+        sweep(tmp_path)
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"g.{os.getpid()}.partial"]
         writer.observe(0, "gradient", "w", weight, Region.whole(SHAPE))
         writer.finish({}, {})
     assert sorted(path.name for path in (tmp_path / "g").iterdir()) == ["golden.json", "step0.safetensors"]
+
+
+def test_goldens_of_code_that_is_gone_are_swept(tmp_path: Path, weight: Tensor) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "cache").mkdir()
+    for name, place in (("kept", "code"), ("gone", "checkout")):
+        note_place(store(tmp_path / "cache" / name, weight).folder, str(tmp_path / place))
+    store(tmp_path / "cache" / "built-in", weight)
+    sweep(tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["built-in", "kept"]
 
 
 def test_a_reader_waits_for_a_golden_that_is_replaced(tmp_path: Path, weight: Tensor) -> None:

@@ -403,3 +403,13 @@ def test_a_difference_before_the_first_step_shows_the_operation_that_made_the_te
     found = Found(-1, makers={"w": maker, "v": maker})
     told = lead_with([find("w", step=0), find("u", step=-1), find("v", step=-1), find("w", step=-1)], found)
     assert [each.culprit for each in told] == [None, None, maker, None]
+
+
+def test_blocks_that_no_rank_holds_follow_the_block_that_is_wrong() -> None:
+    coverage = find("sink", CheckName.COVERAGE, CheckName.COVERAGE, step=-1)
+    other = find("up", CheckName.COVERAGE, CheckName.COVERAGE, step=-1)
+    culprit = blame("gradient/w", mechanism="block", results=("sink",))
+    told = lead([coverage, other, find("w")], (culprit, [W]))
+    assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("sink", "w"), ("up", "")]
+    unproved = lead([coverage, find("w")], (culprit.model_copy(update={"proved": False}), [W]))
+    assert not any(each.follows for each in unproved)
