@@ -297,7 +297,11 @@ def meet_over(
     recorded, options = joint.op(op), [joint.op(each).kwargs for each in members]
     try:
         flat = meet(recorded.name.partition(".")[2], options, kept, list(members).index(op))
-    except RuntimeError as error:  # changes may give inputs other sizes
+    except (
+        IndexError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # changes may give other inputs, or another number
         raise NotExecutable(str(error)) from error
     return _cut(flat, recorded.kwargs["shapes"])
 

@@ -25,7 +25,8 @@ _MOST = 12
 def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: Execution) -> Iterator[Edit]:
     """Yield reductions of earlier values that give the operators of an edit the operands that it inserts.
 
-    The results of collectives come first, then the nearest values. A collective is executed over other ranks.
+    The results of collectives come first, executed over other ranks, then means and maxima, which reductions over
+    ranks would continue, then the nearest values.
     """
     joint, wanted = alignment.joint, edit.changes.values
     first = next(iter(wanted), None)
@@ -36,26 +37,37 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
 
     def reads(op: At) -> list[At]:
         taken = list_of_step(joint, joint.own_reads(op))
-        return [at for at in taken if not (alignment.tells(at) and alignment.is_right(at))]
+        # A part of a sum is right by itself, and may be what is not summed.
+        return [
+            at
+            for at in taken
+            if _is_part(alignment, at) or not (alignment.tells(at) and alignment.is_right(at))
+        ]
 
     ops = list(walk_back(joint, [joint.maker(first)], reads, _MOST))
-    for op in sorted(ops, key=lambda op: joint.op(op).meeting is None):
+    for op in sorted(
+        ops, key=lambda op: (joint.op(op).meeting is None, joint.op(op).short not in OF_OPERATORS)
+    ):
         recorded = joint.op(op)
         if recorded.meeting is None and any(is_copied(joint, at) for at in joint.results(op)):
             continue
-        group = list_group(alignment, op)
+        group, is_part = list_group(alignment, op), any(_is_part(alignment, at) for at in joint.results(op))
         for each in itertools.chain(
             list_regroupings(alignment, groups, group, widens=True),
             list_reductions(alignment, groups, [op], has_all=True),
         ):
-            if each.kind == "unreduced" and each.numbers[0][0] not in (
-                "sum",
-                OF_OPERATORS.get(recorded.short),
-            ):
+            usual = {"sum", OF_OPERATORS.get(recorded.short)} | ({"mean"} if is_part else set())
+            if each.kind == "unreduced" and each.numbers[0][0] not in usual:
                 continue
             done = joint.execute(each.changes, list(wanted), state)
             if all(at not in done.tainted and _is_same(done.data(at), right) for at, right in wanted.items()):
                 yield each
+
+
+def _is_part(alignment: Alignment, at: At) -> bool:
+    """Return whether a value is a part of a sum over ranks, or its multiple: means of blocks add up to one."""
+    known = alignment.find(at)
+    return known is not None and bool(known.over)
 
 
 def _is_same(data: Tensor | None, right: Tensor) -> bool:

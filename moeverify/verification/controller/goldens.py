@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from moeverify.cases.schema import Case, Recipe
 from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.results.golden import Deviation, GoldenState
-from moeverify.verification.controller.machine import default_cache, golden_code
+from moeverify.verification.controller.machine import default_cache, golden_code, list_import_folders
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.search_path import search_path
 from moeverify.verification.controller.tasks import make_job
@@ -196,7 +195,7 @@ def _name_golden(case: Case, code: str, mark: str = "") -> str:
     Two commands at the same time may run other code of the user under one recipe, such as two checkouts.
     """
     also = (name.replace(" ", "-") for name in sorted(case.checks.also))
-    places = [*search_path(case), os.environ.get("PYTHONPATH", "")]
+    places = [*search_path(case), *list_import_folders()]
     own = f"-{hashlib.sha256(repr(places).encode()).hexdigest()[:8]}" if case.recipe.functions else ""
     return f"{'+'.join([case.recipe.fingerprint(), *also])}{mark}-{code}{own}"
 

@@ -160,6 +160,11 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "moeverify" / "goldens"
 
 
+def list_import_folders() -> list[str]:
+    """Return the folders of PYTHONPATH."""
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
 def golden_code(also: Collection[str] = ()) -> str:
     """Return 8 hex digits that change with torch's version and with the code that a golden depends on.
 

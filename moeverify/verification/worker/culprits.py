@@ -144,19 +144,21 @@ def find_culprits(
             one = record_one_device(case.recipe, golden, step, device)
         if not (one.is_complete and all(program.is_complete for program in recorded.programs)):
             return Found()
-        scales = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
-        scales += [1 / each for each in scales]
-        explainer = Explainer(recorded.programs, one, step, scales, list_groups(case))
+        explainer = _make_explainer(case, recorded, one)
         culprits = Culprits(explainer, list_degrees(case))
         places: Attributed = ()
         worth = share(found)
         for proves in (False, True) if worth < 1 else (True,):
             left = (end - time.monotonic()) * (worth if proves else 1.0)
-            causes = explainer.explain(left, proves=proves, on_place=lambda first: tell(note(first)))
-            note(causes)
-            traced = _trace(culprits, causes, found)
-            found = replace(found, culprits=traced, places=places, reduced=culprits.list_reduced_modules())
-            if not (worth := share(found)):
+            failure = None
+            try:
+                causes = explainer.explain(left, proves=proves, on_place=lambda first: tell(note(first)))
+            except Exception as error:  # what was proved before it counts
+                causes, failure = explainer.causes, describe_failure(error)
+            traced = _trace(culprits, causes, note(causes))
+            reduced = culprits.list_reduced_modules()
+            found = replace(found, culprits=traced, places=places, reduced=reduced, failure=failure)
+            if failure or not (worth := share(found)):
                 break  # else the place refutes the name, or an execution may say more
             places = traced
         found = replace(found, makers=culprits.make_makers())
@@ -167,6 +169,12 @@ def find_culprits(
         return replace(found, operators=kept)
     except Exception as error:  # keep the verdict and the earlier results
         return replace(found, failure=describe_failure(error))
+
+
+def _make_explainer(case: Case, recorded: Recorded, one: Program) -> Explainer:
+    sizes = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
+    scales = [*sizes, *(1 / size for size in sizes)]
+    return Explainer(recorded.programs, one, recorded.step, scales, list_groups(case))
 
 
 def _trace(culprits: Culprits, causes: Sequence[OperatorCause], found: Found) -> Attributed:

@@ -14,7 +14,8 @@ from moeverify.explain.branches import Branches
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
-from moeverify.explain.joint import Joint
+from moeverify.explain.joint import Joint, meet_over
+from moeverify.explain.operators import NotExecutable
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Shown, Site, Value
 from moeverify.explain.regroup import list_reductions, list_regroupings, name_ranks
 from moeverify.explain.user_lines import UserLines
@@ -205,3 +206,23 @@ def test_a_collective_that_one_device_does_not_need_is_named_with_its_axis() -> 
     assert (culprit.mechanism, culprit.here.operator, culprit.axes) == ("removed", "all_reduce", ("tp",))
     assert culprit.code is Cause.COLLECTIVES
     assert ("here", "over tp") in list_culprit(culprit)
+
+
+def test_a_group_that_no_input_fits_is_not_executed() -> None:
+    """A list of two parts is not for three ranks, and a third of a tensor of two elements does not exist."""
+    for kind, inputs in (
+        ("reduce_scatter", [[make(2)]] * 3),
+        ("all_reduce", [[make(2), make(2)], [make(2)]]),
+    ):
+        ops = [
+            Op(0, f"collective.{kind}", ([Ref(n) for n in range(len(each))],), {"shapes": [(2,)]})
+            for each in inputs
+        ]
+        programs = [
+            Program(ops=[op], values=[Value(n, 0, (2,), "float64", each) for n, each in enumerate(given)])
+            for op, given in zip(ops, inputs, strict=True)
+        ]
+        members = [(rank, 0) for rank, _ in enumerate(programs)]
+        joint = Joint(programs)
+        with pytest.raises(NotExecutable):
+            meet_over(joint, members[-1] if kind == "reduce_scatter" else members[0], members, joint.data)

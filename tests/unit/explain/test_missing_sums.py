@@ -49,6 +49,20 @@ def test_a_mean_of_own_rows_is_no_part_of_the_mean_of_all() -> None:
     assert (cause.repairs[0].kind, cause.repairs[0].numbers) == ("unreduced", (("mean", "dp"),))
 
 
+def test_a_mean_of_nearly_equal_numbers_is_reduced_where_it_is_made() -> None:
+    """Its root is nearly a part of a sum, too, as of the first updates of Adam, which are 1 or -1."""
+
+    def bound(x: Tensor, y: Tensor) -> Tensor:
+        return x.sin() / y.square().mean().sqrt().clamp(min=0.5)
+
+    y = make(8, 4, seed=2).sign() * (1 + 1e-5 * make(8, 4, seed=3))
+    ranks = [record_call(bound, x=X, y=part) for part in y.chunk(2)]
+    explainer = Explainer(ranks, record_call(bound, x=X, y=y), 0, (2.0, 0.5), GROUPS)
+    (cause,) = explainer.explain(20.0)
+    assert (cause.repairs[0].kind, cause.repairs[0].numbers) == ("unreduced", (("mean", "dp"),))
+    assert {explainer.joint.op(op).short for op in cause.ops} == {"mean"}
+
+
 def test_a_value_without_counterpart_is_made_before_it_was_copied() -> None:
     program = record_call(lambda x: (x * 3.0).clone().view(4, 6).sin(), x=X)
     joint = Joint([program])

@@ -291,6 +291,32 @@ def test_an_error_of_the_search_is_a_failure(monkeypatch: pytest.MonkeyPatch) ->
     assert find_culprits(make_case(), golden, None, CPU, 1.0) == Found()
 
 
+def test_an_error_of_the_search_costs_no_cause_that_was_proved_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cause, culprit = SimpleNamespace(targets=[]), blame()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    explainer = SimpleNamespace(is_done=False, causes=[cause], explain=fail)
+    found_by = SimpleNamespace(
+        make=lambda _: culprit,
+        trace=lambda made, _: made.model_copy(update={"ranks": (3,)}),
+        make_makers=dict,
+        list_reduced_modules=frozenset,
+    )
+    monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
+    monkeypatch.setattr(culprits, "record_one_device", lambda *_: SimpleNamespace(is_complete=True))
+    monkeypatch.setattr(culprits, "Explainer", lambda *_: explainer)
+    monkeypatch.setattr(culprits, "Culprits", lambda *_: found_by)
+    golden: Any = None
+    found = find_culprits(make_case(), golden, Recorded(1, []), CPU, 1.0)
+    assert [each.ranks for each, _ in found.culprits] == [(3,)]
+    assert found.failure is not None
+    assert found.failure.message == "planted"
+
+
 @pytest.mark.parametrize("who", ["one device", "a rank"])
 def test_where_values_were_left_out_nothing_is_searched(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     whole, cut = SimpleNamespace(is_complete=True), SimpleNamespace(is_complete=False)
