@@ -150,11 +150,7 @@ def find_culprits(
         worth = share(found)
         for proves in (False, True) if worth < 1 else (True,):
             left = (end - time.monotonic()) * (worth if proves else 1.0)
-            failure = None
-            try:
-                causes = explainer.explain(left, proves=proves, on_place=lambda first: tell(note(first)))
-            except Exception as error:  # what was proved before it counts
-                causes, failure = explainer.causes, describe_failure(error)
+            causes, failure = _explain(explainer, left, lambda first: tell(note(first)), proves=proves)
             traced = _trace(culprits, causes, note(causes))
             reduced = culprits.list_reduced_modules()
             found = replace(found, culprits=traced, places=places, reduced=reduced, failure=failure)
@@ -175,6 +171,16 @@ def _make_explainer(case: Case, recorded: Recorded, one: Program) -> Explainer:
     sizes = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
     scales = [*sizes, *(1 / size for size in sizes)]
     return Explainer(recorded.programs, one, recorded.step, scales, list_groups(case))
+
+
+def _explain(
+    explainer: Explainer, seconds: float, on_place: Callable[[list[OperatorCause]], object], *, proves: bool
+) -> tuple[Sequence[OperatorCause], DiagnosisFailed | None]:
+    """Return the causes that are found, also those before an error, and the error."""
+    try:
+        return explainer.explain(seconds, proves=proves, on_place=on_place), None
+    except Exception as error:  # what was proved before it counts
+        return explainer.causes, describe_failure(error)
 
 
 def _trace(culprits: Culprits, causes: Sequence[OperatorCause], found: Found) -> Attributed:
