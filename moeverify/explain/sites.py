@@ -54,8 +54,11 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
 
     Empty for operators that autograd runs: the caller of `backward` did not choose them.
     """
+    return _list_sites(sys._getframe(skip))
+
+
+def _list_sites(frame: FrameType | None) -> tuple[Site, ...]:
     found: list[Site] = []
-    frame: FrameType | None = sys._getframe(skip)
     while frame is not None and len(found) < MOST_SITES:
         code = frame.f_code
         if not found and code.co_name == _ENGINE:
@@ -68,6 +71,14 @@ def find_sites(skip: int = 2) -> tuple[Site, ...]:
             found.append(site)
         frame = frame.f_back
     return tuple(found)
+
+
+def find_root(skip: int = 2) -> tuple[Site, ...]:
+    """Return the lines of user code that called the running backward pass, the innermost first."""
+    frame: FrameType | None = sys._getframe(skip)
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        frame = frame.f_back
+    return () if frame is None else _list_sites(frame.f_back)
 
 
 def parse_file(path: str) -> ast.Module:

@@ -19,7 +19,6 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
-from moeverify.explain.owned import list_choosing
 from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
@@ -90,6 +89,7 @@ class Upstream:
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
+            self._lines.list_roots(cause.ops[0]),
             self._list_repeated(cause),
             self._list_unused(cause),
             self._list_received(cause.ops[0]) if defines else (),
@@ -135,8 +135,7 @@ class Upstream:
         if kind == "removed":
             yield from self._lines.list_deciding(self._lines.sites(cause.ops[0]))
         if kind == "owned":
-            chosen = (self._lines.sites(op) for op in list_choosing(self._joint, cause.ops[0]))
-            yield from (make_origin("chosen", sites) for sites in chosen if sites)
+            yield from self._lines.list_choosing(cause.ops[0])
         if cause.known == "shared":
             yield from self._lines.list_aliases(cause.ops[0][0], cause.targets[0].mark[2])
 

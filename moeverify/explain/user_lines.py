@@ -12,6 +12,7 @@ from moeverify.explain.definitions import Definitions
 from moeverify.explain.describe import make_line, shorten
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.left_out import LeftOut, list_left_out
+from moeverify.explain.owned import list_choosing
 from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
 from moeverify.explain.sites import find_line, is_of_user
@@ -56,6 +57,18 @@ class UserLines:
             for value in program.values
             if value.label and program.ops[value.op].step < 0
         }
+
+    def list_choosing(self, op: At) -> Iterator[Origin]:
+        """Yield the lines that compute the masks and indices of an operator, the nearest first."""
+        chosen = map(self.sites, list_choosing(self._joint, op))
+        yield from (make_origin("chosen", sites) for sites in chosen if sites)
+
+    def list_roots(self, op: At) -> Iterator[Origin]:
+        """Yield the line that calls the backward pass of an operator, if one device calls none there."""
+        program, theirs = self._joint.programs[op[0]], {sites[:1] for _, sites in self._one.roots}
+        sites = program.root_of(op[1]) if self._joint.op(op).phase == "backward" else ()
+        if sites and sites[:1] not in theirs and is_of_user(sites[0].file):
+            yield make_origin("root", sites)
 
     def list_aliases(self, rank: int, name: str) -> Iterator[Origin]:
         """Yield the lines of ranks alone that take the memory of a tensor before the first step, the last first."""

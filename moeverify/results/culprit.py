@@ -134,6 +134,7 @@ OriginKind = Literal[
     "entered",
     "callee",
     "chosen",
+    "root",
     "reader",
     "repeated",
     "unused",
@@ -160,6 +161,7 @@ OriginKind = Literal[
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `chosen`: it decides which elements of a part of a sum are not zero;
+- `root`: it calls the backward pass, and one device calls none there;
 - `reader`: it reads a state that nothing writes in the step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;

@@ -30,6 +30,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "definition": "defines a value that the operation takes",
     "made": "makes the tensor, or a weight from which it comes, before the first step",
     "chosen": "decides which elements of the part are not zero",
+    "root": "calls this backward pass, and one device calls none there",
     "reader": "reads the tensor, and nothing writes it in this step",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
