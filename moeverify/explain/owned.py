@@ -44,37 +44,33 @@ def list_owned(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Itera
         wanted |= _find_wanted(alignment, one, members)
     if not wanted:
         return
-    zeroing = {at: _find_zeroing(joint, at) for at in wanted}
-    yield from _list_masks(joint, wanted, zeroing)
-    makers = tuple(dict.fromkeys(map(joint.maker, zeroing.values())))
-    shown = (_describe(joint, wanted),)
-    zeroed = {first: _zero(joint, at, first, wanted[at]) for at, first in zeroing.items()}
+    shown = (_describe(alignment, wanted),)
+    zeroing = {at: _find_zeroing(alignment, at) for at in wanted}
+    masks = (
+        _list_masks(alignment, joint.maker(zeroing[at]), _find_rows(alignment, at, each))
+        for at, each in wanted.items()
+    )
+    for chosen in zip(*masks, strict=False):
+        ops = tuple(dict.fromkeys(joint.maker(at) for at, _ in chosen))
+        yield Edit("owned", ops, Changes(values=dict(chosen)), numbers=shown)
+    ops = tuple(dict.fromkeys(map(joint.maker, zeroing.values())))
+    zeroed = {first: _zero(alignment, at, first, wanted[at]) for at, first in zeroing.items()}
     earlier = {at: data for at, data in zeroed.items() if data is not None}
     if len(earlier) == len(wanted):
-        yield Edit("owned", makers, Changes(values=earlier), numbers=shown)
-    yield Edit("owned", makers, Changes(values=wanted), numbers=shown)
+        yield Edit("owned", ops, Changes(values=earlier), numbers=shown)
+    yield Edit("owned", ops, Changes(values=wanted), numbers=shown)
 
 
-def _list_masks(joint: Joint, wanted: Mapping[At, Tensor], zeroing: Mapping[At, At]) -> Iterator[Edit]:
-    """Yield edits of the masks behind the zeros of parts, nearest first: each has one element for each row."""
-    shown = (_describe(joint, wanted),)
-    lines = [
-        list(_list_row_masks(joint, joint.maker(zeroing[at]), _find_rows(own, each)))
-        for at, each in wanted.items()
-        if (own := joint.data(at)) is not None
-    ]
-    for masks in zip(*lines, strict=False):
-        yield Edit(
-            "owned", tuple(joint.maker(at) for at, _ in masks), Changes(values=dict(masks)), numbers=shown
-        )
+def _list_masks(alignment: Alignment, op: At, rows: Tensor) -> Iterator[tuple[At, Tensor]]:
+    """Yield the masks that an operator takes, with other elements in some rows, nearest first.
 
-
-def _list_row_masks(joint: Joint, op: At, rows: Tensor) -> Iterator[tuple[At, Tensor]]:
-    """Yield the masks that an operator takes, with other elements in some rows; not those that one mask decides."""
+    Masks that another mask decides alone are left out, such as its views.
+    """
+    joint = alignment.joint
     for maker in list_choosing(joint, op):
         taken = [joint.value(at).dtype for at in joint.own_reads(maker)]
         for at in joint.results(maker) if taken != ["bool"] else ():
-            data = joint.data(at)
+            data = alignment.data(at)
             if data is not None and data.dtype == torch.bool and data.numel() == rows.numel():
                 yield at, data ^ rows.reshape(data.shape)
 
@@ -197,9 +193,9 @@ def _choose(parts: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
     return wanted if torch.equal(is_open, is_missing) else None
 
 
-def _find_zeroing(joint: Joint, at: At) -> At:
+def _find_zeroing(alignment: Alignment, at: At) -> At:
     """Return the earlier value of the same shape in which zeros of a part first occur, or where it was computed."""
-    data = joint.data(at)
+    joint, data = alignment.joint, alignment.data(at)
     is_zero = None if data is None else data == 0
     while is_zero is not None:
         before = [
@@ -207,35 +203,35 @@ def _find_zeroing(joint: Joint, at: At) -> At:
             for each in _list_floating(joint, joint.maker(at))
             if joint.value(each).shape == is_zero.shape and joint.op(joint.maker(each)).step >= 0
         ]
-        earlier = joint.data(before[0]) if len(before) == 1 else None
+        earlier = alignment.data(before[0]) if len(before) == 1 else None
         if earlier is None or not bool((earlier[is_zero] == 0).all()):
             break
         at = before[0]
     return at
 
 
-def _zero(joint: Joint, part: At, earlier: At, wanted: Tensor) -> Tensor | None:
+def _zero(alignment: Alignment, part: At, earlier: At, wanted: Tensor) -> Tensor | None:
     """Return an earlier value with the zeros that its part should have; None if the part should have fewer."""
-    own, data = joint.data(part), joint.data(earlier)
+    own, data = alignment.data(part), alignment.data(earlier)
     if own is None or data is None or bool((wanted != 0)[own == 0].any()):
         return None
     return data.masked_fill((wanted == 0) & (own != 0), 0)
 
 
-def _find_rows(own: Tensor, wanted: Tensor) -> Tensor:
-    """Return a mask of the rows that differ, along all dims but the last; of the elements, if parts of rows do."""
-    changed = own != wanted
+def _find_rows(alignment: Alignment, part: At, wanted: Tensor) -> Tensor:
+    """Return a mask of the rows of a part that differ, along all dims but the last, or of single elements."""
+    own = alignment.data(part)
+    changed = torch.ones(wanted.shape, dtype=torch.bool) if own is None else own.ne(wanted)
     rows = changed.any(-1) if changed.ndim > 1 else changed
     return rows if changed.ndim > 1 and torch.equal(changed, rows[..., None].expand_as(changed)) else changed
 
 
-def _describe(joint: Joint, wanted: Mapping[At, Tensor]) -> tuple[str, str]:
-    """Return a rank that adds elements of others, or "no rank", and the elements; whole rows as rows."""
-    parts = ((at, own, each) for at, each in wanted.items() if (own := joint.data(at)) is not None)
-    at, own, right = next(parts)
-    is_missing = bool((right != 0)[own == 0].any())
-    rows = _find_rows(own, right)
+def _describe(alignment: Alignment, wanted: Mapping[At, Tensor]) -> tuple[str, str]:
+    """Return the first rank that adds elements of others, or "no rank", and the elements; whole rows as rows."""
+    at, right = next(iter(wanted.items()))
+    own, rows = alignment.data(at), _find_rows(alignment, at, right)
+    is_missing = own is not None and bool((right != 0)[own == 0].any())
     places = rows.flatten().nonzero().flatten().tolist()
-    unit = "elements" if rows.shape == own.shape else "rows"
+    unit = "elements" if rows.shape == right.shape else "rows"
     shown = ", ".join([*map(str, places[:_MOST_SHOWN]), *(["..."] if len(places) > _MOST_SHOWN else [])])
     return "no rank" if is_missing else f"rank {at[0]}", f"{len(places)} of {rows.numel()} {unit} ({shown})"
