@@ -13,6 +13,7 @@ from torch import Tensor
 from moeverify.explain.content import are_among, has_same_numbers
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.known import Key, Known, KnownValues
+from moeverify.explain.ordering import list_sources_first
 from moeverify.explain.program import BATCH, Program
 
 _MOST_AFTER_SUM = 8
@@ -100,23 +101,36 @@ class Alignment(KnownValues):
 
     def _list_kept(self, at: At) -> frozenset[At]:
         """Return the computed values all of whose elements a value has, such as those that `cat` joins."""
+        kept: dict[At, frozenset[At]] = {}
+        for each in list_sources_first(at, lambda value: self._list_whole(value) or (), kept):
+            whole = self._list_whole(each)
+            found = [kept.get(source, frozenset()) for source in whole or ()]
+            kept[each] = frozenset([each]) if whole is None else frozenset().union(*found)
+        return kept[at]
+
+    def _list_whole(self, at: At) -> list[At] | None:
+        """Return the values that an operator may pass on whole to a value; None if it computes the value."""
         op = self.joint.op(self.joint.maker(at))
-        size = math.prod(self.joint.value(at).shape)
         if op.meeting is not None or not self.is_moved(at, op) or _has_index(self.joint, at):
-            return frozenset([at])
+            return None
+        size = math.prod(self.joint.value(at).shape)
         sources = [(at[0], number) for number in op.reads()]
-        whole = [each for each in sources if math.prod(self.joint.value(each).shape) <= size]
-        return frozenset().union(*map(self._list_kept, whole))
+        return [each for each in sources if math.prod(self.joint.value(each).shape) <= size]
 
     def _list_origins(self, at: At) -> frozenset[At]:
         """Return the computed values whose elements a value has: itself, or those that moves passed on."""
-        if at not in self._origins:
-            self._origins[at] = frozenset()  # an operator may return its operand
-            op = self.joint.maker(at)
-            is_moved = self.joint.op(op).meeting is not None or self.is_moved(at, self.joint.op(op))
-            found = map(self._list_origins, self.joint.reads(op)) if is_moved else [frozenset([at])]
-            self._origins[at] = frozenset().union(*found)
+        for each in list_sources_first(at, lambda value: self._list_passed(value) or (), self._origins):
+            passed = self._list_passed(each)
+            # An operator may return its operand, which then has no origins yet.
+            found = [self._origins.get(source, frozenset()) for source in passed or ()]
+            self._origins[each] = frozenset([each]) if passed is None else frozenset().union(*found)
         return self._origins[at]
+
+    def _list_passed(self, at: At) -> list[At] | None:
+        """Return the values whose elements a move or collective passes on; None for a computed value."""
+        op = self.joint.maker(at)
+        is_moved = self.joint.op(op).meeting is not None or self.is_moved(at, self.joint.op(op))
+        return self.joint.reads(op) if is_moved else None
 
     def _is_other(self, at: At) -> bool:
         """Return whether the line that computed a value computes something else on one device."""

@@ -53,6 +53,7 @@ def test_values_behind_many_moves_are_known() -> None:
     last = alignment.joint.own_reads(alignment.joint.maker(find_result(program)))[0]
     known = alignment.find(last)
     assert known is not None
+    assert alignment.is_right(last)
     assert not alignment.is_blank(last)
 
 
