@@ -201,7 +201,7 @@ def sweep(cache: Path) -> None:
 def _has_place(noted: Path) -> bool:
     try:
         return Path(read_input(noted).decode()).exists()
-    except OSError:  # another command has removed it
+    except (OSError, ValueError):  # another command has removed it, or it is damaged
         return True
 
 

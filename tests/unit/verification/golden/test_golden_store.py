@@ -215,8 +215,9 @@ def test_goldens_of_code_that_is_gone_are_swept(tmp_path: Path, weight: Tensor) 
     for name, place in (("kept", "code"), ("gone", "checkout")):
         note_place(store(tmp_path / "cache" / name, weight).folder, str(tmp_path / place))
     store(tmp_path / "cache" / "built-in", weight)
+    (store(tmp_path / "cache" / "damaged", weight).folder / "place").write_bytes(b"\xff\x00")
     sweep(tmp_path / "cache")
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["built-in", "kept"]
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["built-in", "damaged", "kept"]
 
 
 def test_a_reader_waits_for_a_golden_that_is_replaced(tmp_path: Path, weight: Tensor) -> None:
