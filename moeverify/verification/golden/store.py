@@ -32,7 +32,7 @@ from moeverify.parallel.regions.sketch import MOMENTS
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"
-_PLACE = "place"
+_PLACES = "places"
 _VERSION = 8
 _MOST_WAITS, _WAIT = 20, 0.1  # seconds each
 _FIELDS = {"version", "noise", "summary", "own_results", "dtypes", "files", "sketches"}
@@ -185,22 +185,22 @@ def _narrow(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float32) if wide else tensor
 
 
-def note_place(golden: Path, place: str) -> None:
-    """Write the folder of the user's code into the folder of a golden; see `sweep`."""
-    (golden / _PLACE).write_text(place, encoding="utf-8")
+def note_places(golden: Path, places: Sequence[str]) -> None:
+    """Write the folders of the user's code into the folder of a golden; see `sweep`."""
+    (golden / _PLACES).write_text("\n".join(places), encoding="utf-8")
 
 
 def sweep(cache: Path) -> None:
     """Remove goldens of user code that is gone, and unfinished folders of killed processes, from a cache."""
-    gone = (each.parent for each in cache.glob(f"*/{_PLACE}") if not _has_place(each))
+    gone = (each.parent for each in cache.glob(f"*/{_PLACES}") if not _has_places(each))
     for retired in (*cache.glob("*.retired"), *gone):
         shutil.rmtree(retired, ignore_errors=True)
     remove_abandoned(cache.glob("*.partial"))
 
 
-def _has_place(noted: Path) -> bool:
+def _has_places(noted: Path) -> bool:
     try:
-        return Path(read_input(noted).decode()).exists()
+        return all(Path(place).exists() for place in read_input(noted).decode().split("\n"))
     except (OSError, ValueError):  # another command has removed it, or it is damaged
         return True
 

@@ -21,7 +21,7 @@ from moeverify.cases.schema import Recipe
 from moeverify.errors import CaseError, FormatError
 from moeverify.parallel.regions.observer import INITIAL
 from moeverify.train.target import describe_error, import_path
-from moeverify.verification.golden.store import StoredGolden, is_stored, note_place, sweep
+from moeverify.verification.golden.store import StoredGolden, is_stored, note_places, sweep
 from moeverify.verification.golden_run.golden import make_golden
 from moeverify.verification.jobs import (
     GoldenEnd,
@@ -119,8 +119,8 @@ def _have_one(order: GoldenOrder, folder: Path, device: torch.device) -> GoldenS
         began = time.monotonic()
         make_golden(order.recipe, folder, device, also=order.also, sketch=order.sketch)
         seconds = time.monotonic() - began
-        if order.recipe.functions and order.search_path:
-            note_place(folder, order.search_path[0])
+        if order.recipe.functions:
+            note_places(folder, order.search_path)
     summary = GoldenSummary.model_validate(StoredGolden(folder).summary)
     return summary.model_copy(update={"damage": damage, "seconds": seconds})
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moeverify.errors import FormatError
 from moeverify.parallel.regions.region import Region
-from moeverify.verification.golden.store import GoldenWriter, StoredGolden, is_stored, note_place, sweep
+from moeverify.verification.golden.store import GoldenWriter, StoredGolden, is_stored, note_places, sweep
 
 SHAPE = (6, 4)
 
@@ -212,10 +212,12 @@ def test_what_a_killed_process_has_left_is_swept(tmp_path: Path, weight: Tensor)
 def test_goldens_of_code_that_is_gone_are_swept(tmp_path: Path, weight: Tensor) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "cache").mkdir()
-    for name, place in (("kept", "code"), ("gone", "checkout")):
-        note_place(store(tmp_path / "cache" / name, weight).folder, str(tmp_path / place))
+    for name, places in (("kept", ["code"]), ("gone", ["code", "checkout"])):
+        note_places(
+            store(tmp_path / "cache" / name, weight).folder, [str(tmp_path / each) for each in places]
+        )
     store(tmp_path / "cache" / "built-in", weight)
-    (store(tmp_path / "cache" / "damaged", weight).folder / "place").write_bytes(b"\xff\x00")
+    (store(tmp_path / "cache" / "damaged", weight).folder / "places").write_bytes(b"\xff\x00")
     sweep(tmp_path / "cache")
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["built-in", "damaged", "kept"]
 
