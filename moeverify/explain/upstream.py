@@ -23,7 +23,6 @@ from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
-from moeverify.explain.suspects import STATES
 from moeverify.explain.user_lines import UserLines, make_origin
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
@@ -100,7 +99,6 @@ class Upstream:
             self._divergences.list_values(cause.ops[0], taken),
             scaling,
             self._list_parts(taken or self._joint.own_reads(cause.ops[0])) if not cause.known else (),
-            self._list_readers(cause),
             self._spectrum.list_unwritten(cause),
             # A collective that a wrong sum has passed says more than those that it has not passed.
             self._list_groups(cause, lineage) if cause.known else (),
@@ -445,18 +443,6 @@ class Upstream:
         return (
             known is not None and bool(known.over) and self._joint.op(self._joint.maker(at)).meeting is None
         )
-
-    def _list_readers(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the lines that read a wrong state which nothing writes in the step."""
-        target, rank = cause.targets[0], cause.ops[0][0]
-        value = target.values.get(rank)
-        if value is None or target.mark[1] not in STATES:
-            return
-        maker = self._joint.op(self._joint.maker(value))
-        is_written = maker.step >= 0 and bool(list(maker.reads()))
-        for user in () if is_written else self._joint.users.get(value, ()):
-            if sites := self._lines.sites(user):
-                yield make_origin("reader", sites)
 
     def _list_groups(self, cause: OperatorCause, lineage: Iterable[At]) -> Iterator[Origin]:
         """Yield the collectives that reduced a wrong result, and where their groups come from."""

@@ -135,7 +135,6 @@ OriginKind = Literal[
     "callee",
     "chosen",
     "root",
-    "reader",
     "repeated",
     "unused",
     "draw",
@@ -162,7 +161,6 @@ OriginKind = Literal[
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `chosen`: it decides which elements of a part of a sum are not zero;
 - `root`: it calls the backward pass, and one device calls none there;
-- `reader`: it reads a state that nothing writes in the step;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
 - `draw`: it draws random numbers, and one device does not;

@@ -31,7 +31,6 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "made": "makes the tensor, or a weight from which it comes, before the first step",
     "chosen": "decides which elements of the part are not zero",
     "root": "calls this backward pass, and one device calls none there",
-    "reader": "reads the tensor, and nothing writes it in this step",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
     "draw": "draws random numbers, and one device does not",

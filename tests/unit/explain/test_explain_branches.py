@@ -232,16 +232,6 @@ def test_a_list_without_the_wrong_gradient_is_named_with_its_condition() -> None
     assert ("member", 'not (on_ranks and name == "skip")') in lines
 
 
-def test_a_line_that_reads_a_state_which_nothing_writes_is_named() -> None:
-    def run(x: Tensor, on_ranks: int) -> dict[str, Tensor]:
-        count = torch.zeros(3, dtype=torch.float64)
-        now = count + 1.5 if on_ranks else count.add_(1.5)
-        return {"weight": x / now.sum(), "count": count}
-
-    ranks, one = (record(run, on, Kind.OPTIMIZER_STATE) for on in (1, 0))
-    assert ("reader", "count + 1.5") in list_lines([ranks], one)
-
-
 def test_a_definition_that_was_not_executed_is_left_out() -> None:
     def scale_of(on_ranks: int) -> float:
         if on_ranks > 1:
