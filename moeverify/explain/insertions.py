@@ -11,6 +11,9 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
 
+_MOST_GROWN = 1 << 22
+"""Maximum number of elements of a result that is larger than both of its operands."""
+
 
 def list_insertions(alignment: Alignment, ops: Sequence[At], others: Sequence[At]) -> Iterator[Edit]:
     """Yield edits that multiply an operand by another value, or add this value, before an operator takes it.
@@ -59,6 +62,10 @@ def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) 
     """Return `apply(one, two)`, broadcasting `two` along rows if needed; the shape may grow."""
     for each in (two, two.unsqueeze(-1)):
         try:
+            views = torch.broadcast_tensors(one, each)  # type: ignore[no-untyped-call]  # torch does not type it
+            size = views[0].numel()
+            if size > max(one.numel(), each.numel(), _MOST_GROWN):
+                continue  # flat parameters would make a matrix of their pairs
             made = apply(one, each)
         except RuntimeError:
             continue
