@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Self
 
@@ -101,12 +101,7 @@ class Alignment(KnownValues):
 
     def _list_kept(self, at: At) -> frozenset[At]:
         """Return the computed values all of whose elements a value has, such as those that `cat` joins."""
-        kept: dict[At, frozenset[At]] = {}
-        for each in list_sources_first(at, lambda value: self._list_whole(value) or (), kept):
-            whole = self._list_whole(each)
-            found = [kept.get(source, frozenset()) for source in whole or ()]
-            kept[each] = frozenset([each]) if whole is None else frozenset().union(*found)
-        return kept[at]
+        return self._trace(at, self._list_whole, {})
 
     def _list_whole(self, at: At) -> list[At] | None:
         """Return the values that an operator may pass on whole to a value; None if it computes the value."""
@@ -119,12 +114,18 @@ class Alignment(KnownValues):
 
     def _list_origins(self, at: At) -> frozenset[At]:
         """Return the computed values whose elements a value has: itself, or those that moves passed on."""
-        for each in list_sources_first(at, lambda value: self._list_passed(value) or (), self._origins):
-            passed = self._list_passed(each)
+        return self._trace(at, self._list_passed, self._origins)
+
+    def _trace(
+        self, at: At, sources: Callable[[At], Sequence[At] | None], found: dict[At, frozenset[At]]
+    ) -> frozenset[At]:
+        """Return the computed values behind a value, and add them to `found`; these have None as `sources`."""
+        for each in list_sources_first(at, lambda value: sources(value) or (), found):
+            passed = sources(each)
             # An operator may return its operand, which then has no origins yet.
-            found = [self._origins.get(source, frozenset()) for source in passed or ()]
-            self._origins[each] = frozenset([each]) if passed is None else frozenset().union(*found)
-        return self._origins[at]
+            before = [found.get(source, frozenset()) for source in passed or ()]
+            found[each] = frozenset([each]) if passed is None else frozenset().union(*before)
+        return found[at]
 
     def _list_passed(self, at: At) -> list[At] | None:
         """Return the values whose elements a move or collective passes on; None for a computed value."""

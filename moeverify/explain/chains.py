@@ -21,6 +21,17 @@ def is_copied(joint: Joint, at: At) -> bool:
     return joint.value(at).alias >= 0 or is_move(joint.op(joint.maker(at)))
 
 
+def list_copied(joint: Joint, at: At) -> Iterator[At]:
+    """Yield a value, and the values of which it is a copy or view, in whole or in part."""
+    yield at
+    while is_copied(joint, at) and joint.op(joint.maker(at)).meeting is None:
+        sources = joint.own_reads(joint.maker(at))
+        if len(sources) != 1:
+            return
+        at = sources[0]
+        yield at
+
+
 def is_passing(joint: Joint, op: At) -> bool:
     """Return whether an operator only moves elements, or computes only with integers and masks.
 

@@ -101,13 +101,11 @@ class OneDevice:
 
     def holds_at_place(self, op: Op, ids: Tensor) -> bool:
         """Return whether the calls of an operator's line in its module and step make almost all of these elements."""
-        made = [self.program.ops[number] for number in self._by_place[self.place(op)]]
         flat = ids.reshape(-1)
         flat = flat[flat > 0]
         is_found = torch.zeros(len(flat), dtype=torch.bool)
-        for each in made:
-            if (each.step, each.module) == (op.step, op.module):
-                is_found |= self.find_places(each.results[0], flat) >= 0
+        for each in self._list_on_line(self.place(op), op):
+            is_found |= self.find_places(each.results[0], flat) >= 0
         return bool(len(flat)) and float(is_found.double().mean()) > _ALMOST_ALL
 
     def find_places(self, number: int, ids: Tensor) -> Tensor:
@@ -182,9 +180,13 @@ class OneDevice:
 
         `op` is an operator of `program`, the program of a rank.
         """
-        found = [self.program.ops[number] for number in self._by_place.get(key_line(program, op), ())]
-        found = [each for each in found if (each.step, each.module) == (op.step, op.module)]
+        found = self._list_on_line(key_line(program, op), op)
         return found[min(occurrence, len(found) - 1)] if found else None
+
+    def _list_on_line(self, line: object, op: Op) -> list[Op]:
+        """Return the calls on a line in the step and module of an operator of either side."""
+        found = [self.program.ops[number] for number in self._by_place.get(line, ())]
+        return [each for each in found if (each.step, each.module) == (op.step, op.module)]
 
     def maker(self, number: int) -> int:
         """Return the operator that computed a value, looking through views."""

@@ -17,7 +17,7 @@ from typing import get_args
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_copied
+from moeverify.explain.chains import list_copied
 from moeverify.explain.compare import relative_error
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
@@ -188,16 +188,9 @@ class Explainer:
 
     def _list_copied(self, at: At) -> list[At]:
         """Return a value, followed by the values of which it is a full copy or full view."""
-        found = [at]
-        while True:
-            op = self.joint.op(self.joint.maker(found[-1]))
-            sources = list(op.reads())
-            if not is_copied(self.joint, found[-1]) or len(sources) != 1 or op.meeting is not None:
-                return found
-            source = (at[0], sources[0])
-            if math.prod(self.joint.value(source).shape) != math.prod(self.joint.value(at).shape):
-                return found
-            found.append(source)
+        size = math.prod(self.joint.value(at).shape)
+        copied = list_copied(self.joint, at)
+        return list(itertools.takewhile(lambda each: math.prod(self.joint.value(each).shape) == size, copied))
 
     def _add(self, cause: OperatorCause) -> None:
         """Add a cause, or merge it with an earlier cause of the same line."""

@@ -62,8 +62,7 @@ def _apply(apply: Callable[[Tensor, Tensor], Tensor], one: Tensor, two: Tensor) 
     """Return `apply(one, two)`, broadcasting `two` along rows if needed; the shape may grow."""
     for each in (two, two.unsqueeze(-1)):
         try:
-            views = torch.broadcast_tensors(one, each)  # type: ignore[no-untyped-call]  # torch does not type it
-            size = views[0].numel()
+            size = apply(one.to("meta"), each.to("meta")).numel()
             if size > max(one.numel(), each.numel(), _MOST_GROWN):
                 continue  # flat parameters would make a matrix of their pairs
             made = apply(one, each)

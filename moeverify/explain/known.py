@@ -115,7 +115,7 @@ class KnownValues:
 
     def find(self, at: At) -> Known | None:
         """Return the known single-device elements of a value, or None."""
-        for each in list_sources_first(at, self._list_moved, self._known) if at not in self._known else ():
+        for each in list_sources_first(at, self._list_moved, self._known):
             inherited = self._inherit(each)
             self._known[each] = inherited[0] if inherited else None  # a sum looks up its parts recursively
             if not inherited:
@@ -148,18 +148,19 @@ class KnownValues:
 
     def is_blank(self, at: At) -> bool:
         """Return whether a value is uninitialized memory, or moved from it: earlier tensors left its numbers."""
-        for each in list_sources_first(at, self._list_copied, self._blank) if at not in self._blank else ():
-            op, sources = self.joint.op(self.joint.maker(each)), self._list_copied(each)
-            is_moved = op.meeting is None and self.is_moved(each, op)
-            is_filled = bool(sources) and all(self._blank[source] for source in sources)
-            self._blank[each] = is_filled if is_moved else is_blank(op)
+        for each in list_sources_first(at, lambda value: self._list_copied(value) or (), self._blank):
+            sources = self._list_copied(each)
+            if sources is None:
+                self._blank[each] = is_blank(self.joint.op(self.joint.maker(each)))
+            else:
+                self._blank[each] = bool(sources) and all(self._blank[source] for source in sources)
         return self._blank[at]
 
-    def _list_copied(self, at: At) -> list[At]:
-        """Return the values whose elements an operator, and no collective, moves to a value."""
+    def _list_copied(self, at: At) -> list[At] | None:
+        """Return the values whose elements an operator moves to a value; None for a computed or received one."""
         op = self.joint.op(self.joint.maker(at))
         is_moved = op.meeting is None and self.is_moved(at, op)
-        return [(at[0], number) for number in op.reads()] if is_moved else []
+        return [(at[0], number) for number in op.reads()] if is_moved else None
 
     def tells(self, at: At) -> bool:
         """Return whether a value has elements that distinguish it from other values."""

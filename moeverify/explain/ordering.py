@@ -15,6 +15,8 @@ def list_sources_first(
 
     Example: `list_sources_first(3, lambda n: [n - 1] if n else [], {0})` is `[1, 2, 3]`.
     """
+    if start in done:
+        return []  # as for most values that are looked up
     order: list[Node] = []
     seen: set[Node] = set()
     waiting = [(start, False)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import is_copied, is_of_masks, is_passing, list_of_step, skip_moves, walk_back
+from moeverify.explain.chains import is_of_masks, is_passing, list_copied, list_of_step, skip_moves, walk_back
 from moeverify.explain.content import TOLERANCE, says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.cuts import Cut, list_batch_cuts, take
@@ -113,19 +113,9 @@ def _is_sum(joint: Joint, op: At) -> bool:
 def _list_floating(joint: Joint, op: At) -> list[At]:
     """Return the floating-point values that an operator reads; copies of parts of one value count as this value."""
     reads = [at for at in joint.own_reads(op) if joint.value(at).is_floating]
-    lines = [list(_list_copied(joint, at)) for at in reads] if len(reads) > 1 else []
+    lines = [list(list_copied(joint, at)) for at in reads] if len(reads) > 1 else []
     common = next((at for at in lines[0] if all(at in line for line in lines)), None) if lines else None
     return reads if common is None else [common]
-
-
-def _list_copied(joint: Joint, at: At) -> Iterator[At]:
-    """Yield a value, and the values of which it is a copy or view, in whole or in part."""
-    yield at
-    for _ in range(_MOST_MOVES):
-        sources = joint.own_reads(joint.maker(at))
-        if not is_copied(joint, at) or len(sources) != 1:
-            return
-        yield (at := sources[0])
 
 
 def _list_moved(joint: Joint, op: At) -> Iterator[At]:

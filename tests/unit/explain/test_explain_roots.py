@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from recordings import list_ops, make
 from torch import Tensor
@@ -18,13 +21,13 @@ class Square(torch.autograd.Function):
     """x * x, with its derivative in Python."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         return x * x
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
         return grad * x * 2.0
 
 
@@ -39,12 +42,12 @@ def train_stages(x: Tensor) -> None:
     torch.autograd.backward([first], [taken.grad * 2.0])
 
 
-def record(train: object) -> Program:
+def record(train: Callable[[Tensor], None]) -> Program:
     recorder = Recorder()
     x = X.clone().requires_grad_()
     with recorder.recording():
         recorder.begin_step(0)
-        train(x)  # type: ignore[operator]
+        train(x)
     return recorder.program
 
 
