@@ -68,6 +68,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     train(bug, rank, world)
     if world > 1:
+        dist.barrier()  # "unreduced" has no other collective; a rank that ends would fail one that still connects
         dist.destroy_process_group()
 
 
