@@ -34,6 +34,7 @@ from moeverify.verification.collectives.trace import CollectiveTrace
 from moeverify.verification.golden.store import Dtypes, GoldenWriter, OwnResult, StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import NarrowPartsWatch
 from moeverify.verification.golden_run.noise import calibrate
+from moeverify.verification.golden_run.nonfinite import check_finite
 from moeverify.verification.golden_run.sketched import make_sketched_golden
 from moeverify.verification.golden_run.soundness import check_soundness
 from moeverify.verification.golden_run.summary import summarize
@@ -128,7 +129,7 @@ def make_golden(
     `folder` is the folder of this golden, and `device` a single device. `also` names optional checks; the
     tensors that they compare are recorded too. With `sketch`, write sketches from a run layer by layer.
 
-    Raises: CaseError when a user's model does not have a unique answer (see `check_soundness`).
+    Raises: CaseError when the run is not finite, or a user's model does not have a unique answer.
     """
     if sketch:
         make_sketched_golden(recipe, folder, device)
@@ -137,6 +138,7 @@ def make_golden(
     with GoldenWriter(folder) as writer:
         _record(recipe, writer, checks, device)
         reference = StoredGolden(writer.flush(), finished=False)
+        check_finite(recipe, reference, device)
         if recipe.functions:
             check_soundness(recipe, reference, device)
         summary = summarize(recipe, reference)

@@ -49,10 +49,16 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does n
     ) -> Any:
         """Call an operator, and record its line if it is random."""
         if torch.Tag.nondeterministic_seeded in func.tags and has_dropout(func, args, kwargs or {}):
-            frames = [each for each in traceback.extract_stack(sys._getframe(1)) if is_users(each.filename)]
-            if frames:
-                self.lines[f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}"] = None
+            line = find_user_line()
+            if line:
+                self.lines[line] = None
         return func(*args, **(kwargs or {}))
+
+
+def find_user_line() -> str:
+    """Return the innermost line of the user's code that calls this function, as `file:line: source`, or ""."""
+    frames = [each for each in traceback.extract_stack(sys._getframe(1)) if is_users(each.filename)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
 
 def find_draws(call: Callable[[], object]) -> list[str]:
