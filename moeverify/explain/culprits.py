@@ -327,9 +327,7 @@ class Culprits:
             stale = None if narrow else self._find_stale(first, edit)
             return {"rounds_to": narrow, "taken": stale, "axes": over}
         if edit.kind in ("group", "unreduced", "number", "created", "block", "owned"):
-            # Of a pair (axis or reduction, axis).
-            first_axis = {"group": 0, "unreduced": 1, "block": 0}.get(edit.kind, 2)
-            axes = tuple(filter(None, edit.numbers[0][first_axis:] if edit.numbers else ()))
+            axes = _list_axes(edit)
             names = tuple(map(str, edit.place)) if edit.kind == "block" else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes, "results": names}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
@@ -445,6 +443,14 @@ class Culprits:
         ranks = {rank for rank, _ in over}
         found = (name_ranks(self._groups, list(ranks)),) if len(ranks) > 1 else ()
         return found + (("micro-batches",) if len(over) > len(ranks) else ())
+
+
+def _list_axes(edit: Edit) -> tuple[str, ...]:
+    """Return the mesh axes that an edit names."""
+    if edit.kind == "group" and edit.place:
+        return (str(edit.place[1]),)  # of a ring
+    first = {"group": 0, "unreduced": 1, "block": 0}.get(edit.kind, 2)  # of a pair (axis or reduction, axis)
+    return tuple(filter(None, edit.numbers[0][first:] if edit.numbers else ()))
 
 
 def _find_place(op: Op, number: int) -> int:

@@ -234,7 +234,7 @@ class Explainer:
         less = _SAYS_LESS.get(place[0].known, frozenset()) if place else frozenset()
         found = None
         if self._proves:
-            edits = self._further.list_first(stretch.alignment, stretch.unknown)
+            edits = self._further.list_first(stretch.alignment, stretch.unknown, state)
             edits = (edit for edit in edits if edit.kind not in less)
             found = self._try(edits, target, stretch.unknown, state, end)
             self._searched.clear()

@@ -18,8 +18,9 @@ from moeverify.explain.edits import (
     list_skipped_writes,
 )
 from moeverify.explain.insertions import list_insertions
-from moeverify.explain.joint import At, Joint
+from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.owned import list_owned
+from moeverify.explain.peers import list_peers
 from moeverify.explain.program import list_numbers as list_numbers_of
 from moeverify.explain.regroup import Groups, list_reductions
 
@@ -44,9 +45,13 @@ class Further:
     def __init__(self, joint: Joint, one: OneDevice, step: int, groups: Groups) -> None:
         self._joint, self._one, self._step, self._groups = joint, one, step, groups
 
-    def list_first(self, alignment: Alignment, unknown: Sequence[At]) -> Iterator[Edit]:
-        """Yield edits that are few, and whose causes no edit of a suspect names: other blocks, skipped writes."""
+    def list_first(self, alignment: Alignment, unknown: Sequence[At], state: Execution) -> Iterator[Edit]:
+        """Yield edits that are few, and whose causes no edit of a suspect names.
+
+        These are other blocks of parameters, other senders in a ring, and skipped writes.
+        """
         yield from list_blocks(self._joint, self._one.program, self._groups, of_axes=False)
+        yield from list_peers(self._joint, self._groups, unknown, state)
         yield from itertools.islice(list_skipped_writes(alignment, unknown), _MOST_SKIPPED)
 
     def list_moved(self, alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:

@@ -457,7 +457,10 @@ class Upstream:
                 )
 
     def _list_regrouped(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the definitions of a wrong group, those with the name of its mesh axis first."""
+        """Yield the definitions of a wrong group, those named after its mesh axis first, or of a sender."""
+        if cause.repairs[0].place:
+            yield from self._lines.define(self._lines.sites(cause.ops[0]))
+            return
         axis, _ = cause.repairs[0].numbers[0]
         yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=[axis])
         meeting = self._joint.op(cause.ops[0]).meeting

@@ -21,7 +21,7 @@ MECHANISMS: Mapping[Mechanism, str] = {
     "returned": "a module returns its result; on one device the module returns another value",
     "value": "its results are wrong although its operands are correct",
     "scale": "its results are a multiple of the correct ones",
-    "group": "it communicates with the ranks of another mesh axis than the one that makes its results right",
+    "group": "its results are right with other ranks: those of another mesh axis, or another neighbor in a ring",
     "unreduced": "each rank goes on with its own result; reduced over a mesh axis, it is right",
     "created": "it makes elements that are wrong where later operations take them",
     "block": "it makes a block of a parameter that another rank of a mesh axis should have",

@@ -146,7 +146,7 @@ _ABOUT: Mapping[Mechanism, str] = {
     "whole": "it uses a part of a tensor",
     "removed": "one device does not do this",
     "owned": "its zeros are in the wrong places",
-    "group": "its group has the wrong ranks",
+    "group": "it communicates with the wrong ranks",
     "unreduced": "its result is not reduced",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
@@ -302,6 +302,9 @@ def _describe_returned(culprit: Culprit) -> list[Row]:
 
 def _describe_group(culprit: Culprit) -> list[Row]:
     ((mine, right),) = culprit.numbers
+    if culprit.here.operator == "recv":
+        ring = " and ".join(culprit.axes)
+        return [(_HERE, f"received from {mine} in {ring}; right is the message from {right}")]
     return [(_HERE, f"over {mine}; its result is right over {right}")]
 
 

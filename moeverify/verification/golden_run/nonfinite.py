@@ -47,7 +47,11 @@ class _FirstNan(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
         """Call an operator. Memory that is not initialized may hold NaN, so that it is not looked at."""
         is_taken = any(map(_has_nan, tree_iter((args, kwargs))))  # an operator may write to its operands
         made = func(*args, **(kwargs or {}))
-        if not is_taken and "empty" not in func.name() and any(map(_has_nan, tree_iter(made))):
+        if (
+            not is_taken
+            and not func._schema.name.startswith("aten::empty")
+            and any(map(_has_nan, tree_iter(made)))
+        ):
             self.line = find_user_line()
             raise _Found
         return made
@@ -77,7 +81,8 @@ def check_finite(recipe: Recipe, reference: StoredGolden, device: torch.device) 
 
 def find_nan(call: Callable[[], object]) -> str:
     """Return the line of the user's code that makes the first NaN of a call, as `file:line: source`, or ""."""
-    with contextlib.suppress(_Found), _FirstNan() as first:
+    first = _FirstNan()
+    with contextlib.suppress(_Found), first:
         call()
     return first.line
 
