@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from moeverify.explain.describe import describe_at, describe_op, is_alike, join_
 from moeverify.explain.indexing import number_sources
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.known import Known
+from moeverify.explain.operators import run
 from moeverify.explain.program import HIDDEN, Mark, Op
 from moeverify.explain.relate import Reference
 from moeverify.results.culprit import Operation
@@ -26,6 +28,8 @@ _MOST_MOVES = 3
 _MOST_FOLLOWED = 64
 _MOST_BEFORE_SUM = 32
 """Maximum number of operators between parts of a sum and a factor of them."""
+_MOST_TIMES = 4
+"""Maximum number of times that a line multiplies a value before it is judged."""
 _FEW = 0.1
 """Maximum fraction of zeros among numbers that an operator sets to zero."""
 
@@ -121,17 +125,22 @@ class Origins:
             path.append(before)
         part = self._find_scaled_part(taken, *path[-1])
         if part is not None:
-            return path[-1][1], part
+            return part
         for at, own in reversed(path):
             for scale in _list_factors(own, known.scale):
-                if self._is_repaired(taken, self._alignment.siblings(at) if known.over else [at], scale):
+                values = self._alignment.siblings(at) if known.over else [at]
+                data = {
+                    each: made / scale for each in values if (made := self._alignment.data(each)) is not None
+                }
+                if self._is_repaired(taken, Changes(values=data)):
                     return scale, self._joint.maker(at)
         return known.scale, self._joint.maker(taken)
 
-    def _find_scaled_part(self, taken: At, end: At, scale: float) -> At | None:
-        """Return the operator that multiplies the ranks' parts of a sum by a factor of a value, unlike one device.
+    def _find_scaled_part(self, taken: At, end: At, scale: float) -> tuple[float, At] | None:
+        """Return the operator that multiplies the ranks' parts of a sum, unlike one device, and its factor.
 
-        `end` is the first multiple of a single-device value before that value, such as the sum.
+        `end` is the first multiple of a single-device value before the value `taken`, such as the sum. The operator
+        may run several times before it.
         """
 
         def reads(op: At) -> list[At]:
@@ -142,9 +151,11 @@ class Origins:
             if op == self._joint.maker(end) or not multiplies(self._joint, op):
                 continue
             factor = self._find_own_factor(op)
-            is_factor = any(math.isclose(factor, each, rel_tol=1e-9) for each in (scale, 1 / scale))
-            if is_factor and self._is_repaired(taken, self._list_of_line(op), factor):
-                return op
+            powers = [factor**times for times in range(1, _MOST_TIMES + 1)]
+            pairs = itertools.product((scale, 1 / scale), powers)
+            is_factor = any(math.isclose(*pair, rel_tol=1e-9) for pair in pairs)
+            if is_factor and self._is_repaired(taken, self._divide_line(op, factor)):
+                return factor, op
         return None
 
     def _find_own_factor(self, op: At) -> float:
@@ -158,27 +169,32 @@ class Origins:
         ratio = float(recorded.args[1]) / (theirs[0] if theirs else 1.0)
         return 1 / ratio if ratio and recorded.short.rstrip("_") == "div" else ratio
 
-    def _list_of_line(self, op: At) -> list[At]:
-        """Return the results of the operator on all ranks, in all layers that run its line."""
+    def _divide_line(self, op: At, factor: float) -> Changes:
+        """Return changes that divide the results of an operator on all ranks, in all layers that run its line."""
         recorded, programs = self._joint.op(op), self._joint.programs
         line = key_line(programs[op[0]], recorded)
-        return [
-            (rank, each.results[0])
-            for rank, program in enumerate(programs)
-            for each in program.ops
-            if each.results and each.step == recorded.step and key_line(program, each) == line
-        ]
 
-    def _is_repaired(self, taken: At, values: Sequence[At], scale: float) -> bool:
-        """Return whether dividing earlier values by a factor makes a value right, and no right result wrong."""
-        divided = {at: data / scale for at in values if (data := self._alignment.data(at)) is not None}
+        def divide(other: Op, read: Callable[[int], Tensor]) -> list[Tensor]:
+            return [each / factor for each in run(other, read)]
+
+        return Changes(
+            {
+                (rank, each.number): partial(divide, each)
+                for rank, program in enumerate(programs)
+                for each in program.ops
+                if each.results and each.step == recorded.step and key_line(program, each) == line
+            }
+        )
+
+    def _is_repaired(self, taken: At, changes: Changes) -> bool:
+        """Return whether a change of earlier values makes a value right, and no right result wrong."""
         wanted = self._alignment.siblings(taken)  # a part of a sum is right beside the others
-        done = self._joint.execute(Changes(values=divided), wanted) if divided else None
+        done = self._joint.execute(changes, wanted) if changes.ops or changes.values else None
         found = None
         if done is not None and taken not in done.tainted:
             found = self._alignment.under(done).find(taken)
         is_right_now = found is not None and math.isclose(found.scale, 1.0)
-        return is_right_now and not self._breaks(self._joint.execute(Changes(values=divided)))
+        return is_right_now and not self._breaks(self._joint.execute(changes))
 
     def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
         """Return the only operand of an operator that is a multiple of a right value, and its factor.

@@ -170,6 +170,20 @@ def test_a_factor_of_parts_is_named_on_a_line_that_divides_by_one_on_one_device(
     assert expression_of(culprit) == "part / ranks"
 
 
+def test_a_line_that_multiplies_each_part_twice_is_named_with_its_factor() -> None:
+    def turn(part: Tensor, halves: bool) -> Tensor:
+        return part.flip(0) / 2 if halves else part.flip(0)
+
+    def run(x: Tensor, w: Tensor, *, halves: bool) -> Tensor:
+        even, odd = (turn(turn(rows, halves), halves).sum(0) for rows in (x, x.exp()))
+        return (w.cos() + (even + odd)).tanh()
+
+    inputs = {"x": make(6, 8), "w": make(3, 8, seed=1)}
+    (culprit,) = explain_call(partial(run, halves=True), partial(run, halves=False), **inputs)
+    assert (culprit.mechanism, culprit.factor) == ("scale", 0.5)
+    assert expression_of(culprit) == "part.flip(0) / 2"
+
+
 def test_a_factor_that_right_results_need_is_not_named() -> None:
     x, whole = make(4, 5), Region.whole((4, 5))
 
