@@ -328,7 +328,7 @@ class Culprits:
             return {"rounds_to": narrow, "taken": stale, "axes": over}
         if edit.kind in ("group", "unreduced", "number", "created", "block", "owned"):
             axes = _list_axes(edit)
-            names = tuple(map(str, edit.place)) if edit.kind == "block" else ()
+            names = tuple(map(str, edit.place)) if edit.kind in ("block", "unreduced") else ()
             return {"numbers": edit.numbers or list_differences(op, other), "axes": axes, "results": names}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
         if taken is None or edit.kind == "value":

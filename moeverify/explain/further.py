@@ -19,6 +19,7 @@ from moeverify.explain.edits import (
 )
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.joint import At, Execution, Joint
+from moeverify.explain.missing_sums import list_unreduced_terms
 from moeverify.explain.owned import list_owned
 from moeverify.explain.peers import list_peers
 from moeverify.explain.program import list_numbers as list_numbers_of
@@ -71,6 +72,7 @@ class Further:
         for edit in list_blocks(self._joint, self._one.program, self._groups, of_axes=True):
             if self._reaches(edit, suspects):
                 yield edit
+        yield from list_unreduced_terms(alignment, self._one, self._groups, unknown)
         for ops in suspects:
             yield from list_reductions(alignment, self._groups, ops)
         for ops in suspects:

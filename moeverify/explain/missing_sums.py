@@ -2,24 +2,32 @@
 
 Counts, lengths and loads have no identity, so that a missing sum over ranks shows only where a later operation
 takes a wrong operand. The values from which this operand is computed are reduced over each mesh axis.
+
+In a sum of many terms, such as the squares of a norm, some terms may lack a reduction that others have.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import is_copied, list_group, list_of_step, walk_back
 from moeverify.explain.compare import is_right
+from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edit import Edit
-from moeverify.explain.joint import At, Execution
+from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.regroup import OF_OPERATORS, Groups, list_reductions, list_regroupings
+from moeverify.results.checks import Kind
 
 _MOST = 12
 """Maximum number of operators before the operand whose results are reduced."""
+
+_MOST_REDUCED = 4
+"""Maximum number of operators from a tensor to its reduction, such as the sum of its squares."""
 
 
 def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: Execution) -> Iterator[Edit]:
@@ -62,6 +70,86 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
             done = joint.execute(each.changes, list(wanted), state)
             if all(at not in done.tainted and _is_same(done.data(at), right) for at, right in wanted.items()):
                 yield each
+
+
+def list_unreduced_terms(
+    alignment: Alignment, one: OneDevice, groups: Groups, unknown: Sequence[At]
+) -> Iterator[Edit]:
+    """Yield edits that reduce the terms of wrong sums that are parts over a mesh axis, and reach an end as such.
+
+    A term is a part if those of the ranks of a group add up to the one that the same line computes on one device.
+    """
+    joint, inside = alignment.joint, set(unknown)
+    adding = [op for op in unknown if joint.op(op).short.rstrip("_") == "add"]
+    taken = dict.fromkeys(at for op in adding for at in joint.own_reads(op))
+    terms = [at for at in taken if joint.op(joint.maker(at)).short.rstrip("_") != "add"]
+    open_ = [at for at in terms if _reaches_end(joint, at, inside)]
+    for axis, parts in groups.items():
+        totals = {at: total for at in open_ if (total := _add_up(alignment, one, at, parts)) is not None}
+        if totals:
+            ops = tuple(dict.fromkeys(map(joint.maker, totals)))
+            names = tuple(_list_shown(joint, [op for op in ops if op[0] == ops[0][0]]))
+            yield Edit("unreduced", ops, Changes(values=totals), place=names, numbers=(("sum", axis),))
+
+
+def _list_shown(joint: Joint, ops: Sequence[At]) -> Iterator[str]:
+    """Yield the names of gradients whose elements the operators of a rank reduce.
+
+    A gradient may be shown after elementwise changes, such as the clip by the norm of all.
+    """
+    rank, marks = ops[0][0], joint.programs[ops[0][0]].marks
+    shown = {(rank, each.value): mark for mark in marks if mark[1] == Kind.GRADIENT for each in marks[mark]}
+    for op in ops:
+        before = walk_back(joint, [op], joint.own_reads, _MOST_REDUCED)
+        front = dict.fromkeys(at for each in before for at in joint.own_reads(each))
+        for _ in range(_MOST_REDUCED):
+            named = next((shown[at] for at in front if at in shown), None)
+            if named is not None:
+                yield "/".join(named[1:])
+                break
+            users = [(at, user) for at in front for user in joint.users.get(at, ())]
+            made = ((at, each) for at, user in users for each in joint.results(user))
+            front = dict.fromkeys(
+                each for at, each in made if joint.value(each).shape == joint.value(at).shape
+            )
+
+
+def _reaches_end(joint: Joint, at: At, inside: Collection[At]) -> bool:
+    """Return whether a value is passed on to an operator after which none follows, and to no collective."""
+    waiting, seen = [at], set[At]()
+    while waiting:
+        users = [user for user in joint.users.get(waiting.pop(), ()) if user in inside]
+        for user in users:
+            results = joint.results(user)
+            if joint.op(user).meeting is not None or user in seen:
+                continue
+            seen.add(user)
+            if not any(each in inside for result in results for each in joint.users.get(result, ())):
+                return True
+            waiting += results
+    return False
+
+
+def _add_up(alignment: Alignment, one: OneDevice, at: At, groups: Sequence[Sequence[int]]) -> Tensor | None:
+    """Return the sum of the parts of a value over the ranks of its group, if it is right, and the value is not."""
+    theirs, occurrence = alignment.list_counterparts(at), alignment.occurrence(at)
+    ranks = next((group for group in groups if at[0] in group), ())
+    alike = [
+        each
+        for each in alignment.siblings(at)
+        if each[0] in ranks and alignment.occurrence(each) == occurrence
+    ]
+    data = [each for each in map(alignment.data, alike) if each is not None]
+    right = one.data(theirs[occurrence]) if occurrence < len(theirs) else None
+    if (
+        right is None
+        or len(data) < len(ranks)
+        or len({each.shape for each in (*data, right)}) > 1
+        or not ranks
+    ):
+        return None
+    total = torch.stack(data).sum(0)
+    return total if is_right(total, right) and not is_right(data[0], right) else None
 
 
 def _is_part(alignment: Alignment, at: At) -> bool:

@@ -310,7 +310,8 @@ def _describe_group(culprit: Culprit) -> list[Row]:
 
 def _describe_unreduced(culprit: Culprit) -> list[Row]:
     ((name, axis),) = culprit.numbers
-    return [(_HERE, f"each rank goes on with its own result; the {name} over {axis} is right")]
+    terms = f", for {_name_first(culprit.results)}" if culprit.results else ""
+    return [(_HERE, f"each rank goes on with its own result; the {name} over {axis} is right{terms}")]
 
 
 def _describe_created(culprit: Culprit) -> list[Row]:
@@ -320,12 +321,16 @@ def _describe_created(culprit: Culprit) -> list[Row]:
 
 def _describe_block(culprit: Culprit) -> list[Row]:
     (mine, right), (held, wanted) = culprit.numbers
-    name, *others = culprit.results
-    name += f" and {format_count(len(others), 'more tensor')}" if others else ""
+    name = _name_first(culprit.results)
     by = f" by its coordinate on {mine}" if mine else ""
     return [
         (_HERE, f"rank {culprit.ranks[0]} has {held} of {name}{by}; {wanted} by its coordinate on {right}")
     ]
+
+
+def _name_first(names: Sequence[str]) -> str:
+    name, *others = names
+    return name + (f" and {format_count(len(others), 'more tensor')}" if others else "")
 
 
 def _describe_owned(culprit: Culprit) -> list[Row]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from recordings import find_input, list_ops, make, record_call
 from torch import Tensor
 
+from moeverify.explain.align import Alignment
 from moeverify.explain.chains import skip_sums
+from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Joint
+from moeverify.explain.missing_sums import list_unreduced_terms
+from moeverify.explain.program import GroupRef, Meeting
 
 GROUPS = {"dp": [[0, 1]]}
 X = make(6, 4)
@@ -70,3 +75,26 @@ def test_a_value_without_counterpart_is_made_before_it_was_copied() -> None:
     (product,) = list_ops(program, "mul")
     assert skip_sums(joint, joint.own_reads((0, sine.number))[0]) == (0, product.results[0])
     assert skip_sums(joint, find_input(program, "x")) == find_input(program, "x")
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_terms_of_a_norm_that_reach_it_without_a_sum_over_ranks_are_listed(is_reduced: bool) -> None:
+    def measure(whole: Tensor, cut: Tensor) -> Tensor:
+        total = whole.square().sum()
+        return (total + cut.square().sum()).sqrt()
+
+    whole, cut = make(8, 4, seed=1), make(8, 4, seed=2)
+    ranks = [record_call(measure, whole=whole, cut=half) for half in cut.chunk(2)]
+    unknown = [(rank, op.number) for rank, program in enumerate(ranks) for op in program.ops]
+    if is_reduced:  # the last operator stands for the collective
+        for program in ranks:
+            program.ops[-1].meeting = Meeting(GroupRef("tp", (0, 1)), 0)
+            program.ops[-1].name = "collective.all_reduce"
+    alignment = Alignment(Joint(ranks), record_call(measure, whole=whole, cut=cut))
+    one = OneDevice(alignment.one, alignment.elements)
+    edits = list(list_unreduced_terms(alignment, one, {"tp": [[0, 1]], "dp": [[0], [1]]}, unknown))
+    assert len(edits) == (not is_reduced)
+    for edit in edits:
+        assert (edit.kind, edit.numbers) == ("unreduced", (("sum", "tp"),))
+        assert len(edit.ops) == 2  # one of two terms, on two ranks
+        assert all(torch.isclose(each, cut.square().sum()) for each in edit.changes.values.values())
