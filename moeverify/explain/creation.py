@@ -101,7 +101,7 @@ class Creation:
         for at, each in wanted.items():
             data = self._alignment.data(at)
             if data is not None and bool((other := _differs(data, each) & each.told).any()):
-                return ((_name(data[other]), _name(each.right[other])),)
+                return ((name_elements(data[other]), name_elements(each.right[other])),)
         return ()
 
     def _start(self, op: At, edit: Edit, pair: Pair, right: Tensor) -> RightElements | None:
@@ -439,7 +439,7 @@ def _differs(data: Tensor, wanted: RightElements) -> Tensor:
     return ~torch.isclose(data, wanted.right.to(data.dtype), rtol=TOLERANCE, atol=0.0, equal_nan=True)
 
 
-def _name(data: Tensor) -> str:
+def name_elements(data: Tensor) -> str:
     """Return the first elements of a tensor as text."""
     shown = [f"{each:g}" if isinstance(each, float) else str(each) for each in data.reshape(-1)[:3].tolist()]
     return ", ".join(shown) + (" and more" if data.numel() > len(shown) else "")

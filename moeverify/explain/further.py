@@ -18,6 +18,7 @@ from moeverify.explain.edits import (
     list_skipped_writes,
 )
 from moeverify.explain.insertions import list_insertions
+from moeverify.explain.integers import list_integers
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.missing_sums import list_unreduced_terms
 from moeverify.explain.owned import list_owned
@@ -49,9 +50,10 @@ class Further:
     def list_first(self, alignment: Alignment, unknown: Sequence[At], state: Execution) -> Iterator[Edit]:
         """Yield edits that are few, and whose causes no edit of a suspect names.
 
-        These are other blocks of parameters, other senders in a ring, and skipped writes.
+        These are other blocks of parameters, other integers, other senders in a ring, and skipped writes.
         """
         yield from list_blocks(self._joint, self._one.program, self._groups, of_axes=False)
+        yield from list_integers(alignment, self._one, unknown)
         yield from list_peers(self._joint, self._groups, unknown, state)
         yield from itertools.islice(list_skipped_writes(alignment, unknown), _MOST_SKIPPED)
 

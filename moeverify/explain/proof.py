@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
@@ -86,7 +87,7 @@ class Proof:
         marks = self._next_landmarks(edit, unknown)
         done = self._joint.execute(edit.changes, marks or list(target.values.values()), state)
         if marks and not all(self._is_end_right(at, done) for at in marks):
-            if edit.kind != "block" or not done.has_other_choices():
+            if edit.kind not in ("block", "created") or not done.has_other_choices():
                 return None
             marks = []  # operators after other choices cannot be executed
         after = self._joint.execute(edit.changes, None, state)
@@ -99,7 +100,8 @@ class Proof:
         if marks and not self._goes_on(marks, after):
             return None
         advances = self._advances(edit, after if edit.kind == "block" else done, state)
-        return after if (marks and is_open) or advances else None
+        decides = edit.kind == "created" and self._decides_right(after)
+        return after if (marks and is_open) or advances or decides else None
 
     def resize(self, edit: Edit, state: Execution) -> Execution | None:
         """Return the execution with an edit if it only gives results the sizes and values of their counterparts.
@@ -166,6 +168,27 @@ class Proof:
             at in changed and at not in after.tainted and not is_target_right(changed[at], target, rank)
             for target in self._right
             for rank, at in target.values.items()
+        )
+
+    def _decides_right(self, after: Execution) -> bool:
+        """Return whether the first changed decisions of all ranks, such as of experts, take right numbers.
+
+        What follows was recorded for other decisions. The numbers must have been wrong before.
+        """
+        joint, alignment = self._joint, self._alignment.under(after)
+        decided = dict[int, At]()
+        for at, data in after.changed().items():
+            op = joint.maker(at)
+            is_choice = not data.is_floating_point() and data.dtype != torch.bool
+            if is_choice and any(joint.value(each).is_floating for each in joint.own_reads(op)):
+                decided[op[0]] = min(op, decided.get(op[0], op), key=joint.place)
+        taken = [at for op in decided.values() for at in joint.own_reads(op) if joint.value(at).is_floating]
+        return bool(taken) and all(
+            at in after.changed()
+            and at not in after.tainted
+            and alignment.tells(at)
+            and alignment.is_right(at)
+            for at in taken
         )
 
     def _advances(self, edit: Edit, done: Execution, state: Execution) -> bool:
