@@ -68,7 +68,7 @@ def _is_equal(data: Tensor | None, right: Tensor) -> bool:
 
 
 def _find_right(alignment: Alignment, one: OneDevice, at: At) -> tuple[int, Tensor] | None:
-    """Return the single device's value at the place of a value, and what a rank should have of it."""
+    """Return the single device's value at the place of a value, and the part of it that a rank should have."""
     joint, value = alignment.joint, alignment.joint.value(at)
     op = joint.op(joint.maker(at))
     if value.is_floating or op.step < 0 or op.meeting is not None:

@@ -173,7 +173,7 @@ class Proof:
     def _decides_right(self, after: Execution) -> bool:
         """Return whether the first changed decisions of all ranks, such as of experts, take right numbers.
 
-        What follows was recorded for other decisions. The numbers must have been wrong before.
+        Later operators were recorded for other decisions. The numbers must have been wrong before.
         """
         joint, alignment = self._joint, self._alignment.under(after)
         decided = dict[int, At]()
