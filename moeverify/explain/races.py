@@ -9,8 +9,8 @@ from moeverify.explain.joint import Joint
 from moeverify.explain.suspects import Target
 
 
-def list_races(joint: Joint, step: int, wrong: Sequence[Target]) -> Iterator[OperatorCause]:
-    """Yield races that a wrong result depends on, up to `step`."""
+def list_races(joint: Joint, step: int, results: Sequence[Target]) -> Iterator[OperatorCause]:
+    """Yield races that a result depends on, up to `step`. `results` are the wrong ones, or all if none is wrong."""
     for rank, program in enumerate(joint.programs):
         for race in program.races:
             if not race.is_direct or program.ops[race.op].step > step or race.other >= len(program.ops):
@@ -18,7 +18,7 @@ def list_races(joint: Joint, step: int, wrong: Sequence[Target]) -> Iterator[Ope
             ops = {(rank, race.op), (rank, race.other)}
             reached = [
                 target
-                for target in wrong
+                for target in results
                 if any(ops & joint.list_before([at]) for at in target.values.values())
             ]
             if reached:

@@ -135,7 +135,7 @@ class Collective:
         """Poll the work and return whether the collective has ended."""
         if is_captured(self.device):
             return self.state != "started"  # a query of the device would become part of the captured graph
-        if self.state == "started" and self.work is not None and self.work.is_completed():
+        if self.state == "started" and self.work is not None and is_over(self.work):
             # It may have failed: whoever waits for it gets the error. Querying it here makes torch print a
             # warning.
             self.state = "finished"
@@ -201,6 +201,14 @@ class _StreamMark:
     def is_completed(self) -> bool:
         over: bool = self._event.query()  # type: ignore[no-untyped-call]
         return over
+
+
+_is_completed = dist.Work.is_completed
+
+
+def is_over(work: Any) -> bool:
+    """Return whether a collective has ended. The query is not the program's, which may still have to wait."""
+    return _is_completed(work) if isinstance(work, dist.Work) else work.is_completed()
 
 
 def find_work(returned: Any) -> dist.Work | None:

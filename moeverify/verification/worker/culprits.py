@@ -20,6 +20,7 @@ from moeverify.explain.fitting.failure import describe_failure
 from moeverify.explain.fitting.place import stage_of
 from moeverify.explain.program import Program
 from moeverify.results.cause import Cause
+from moeverify.results.checks import CheckName
 from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
@@ -83,12 +84,21 @@ class Found:
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
     """Return on all ranks the step of the first wrong result, or None if it is not to be recorded.
 
-    Only rank 0 passes `judgement`. Below float64 rounding hides the first difference, so nothing is
-    recorded. Collective: all ranks.
+    If all results are right, but differ in a second run, a race may be seen at that step. Only rank 0 passes
+    `judgement`. Below float64 rounding hides the first difference, so nothing is recorded. Collective: all ranks.
     """
-    request = [None if judgement is None or not _is_exact(case) else origin_step(judgement.findings)]
+    request: list[int | None] = [None]
+    if judgement is not None and _is_exact(case):
+        step = origin_step(judgement.findings)
+        repeated = (each.step for each in judgement.findings if _is_repeated(each))
+        request = [min(repeated, default=None) if step is None else step]
     dist.broadcast_object_list(request)
     return request[0]
+
+
+def _is_repeated(finding: Finding) -> bool:
+    """Return whether a finding says that a second run of the same layout differs."""
+    return finding.check == CheckName.REPEAT
 
 
 def record_origin(
@@ -334,6 +344,7 @@ def _says_what(finding: Finding) -> bool:
 def _find_lead(findings: Sequence[Finding], step: int, marks: Sequence[tuple[str, str]]) -> Finding | None:
     """Return the finding that a culprit explains, preferring `marks`, its (kind, tensor) pairs."""
     here = [finding for finding in findings if finding.step == step and not is_apart(finding)]
+    here = here or [finding for finding in findings if finding.step == step and _is_repeated(finding)]
     named = [finding for mark in marks for finding in here if (finding.kind, finding.tensor) == mark]
     return next(iter([*named, *(each for each in here if not each.follows), *here]), None)
 
@@ -360,7 +371,8 @@ def _attach(
         if each.step < 0 and each.tensor in placed:
             return each.model_copy(update={"follows": lead.tensor})  # such as blocks that no rank holds
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
-        if not (culprit.proved and follows) or each.culprit is not None or is_apart(each):
+        is_other = is_apart(each) and not (_is_repeated(lead) and _is_repeated(each))
+        if not (culprit.proved and follows) or each.culprit is not None or is_other:
             return each
         return each.model_copy(update={"follows": lead.tensor})
 

@@ -22,6 +22,7 @@ from moeverify.faults.catalogue import load_faults
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
+from moeverify.verification.collectives.interception import is_over
 
 
 @contextmanager
@@ -265,7 +266,8 @@ def test_nothing_is_recorded_in_a_pause() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knows", "races"), [("nothing", 1), ("wait", 0), ("future", 0), ("callback", 0), ("poll", 0)]
+    ("knows", "races"),
+    [("nothing", 1), ("wait", 0), ("future", 0), ("callback", 0), ("poll", 0), ("our own poll", 1)],
 )
 def test_memory_of_a_collective_is_free_once_the_program_knows_that_it_is_done(
     knows: str, races: int
@@ -280,7 +282,9 @@ def test_memory_of_a_collective_is_free_once_the_program_knows_that_it_is_done(
             work.get_future().wait()
         elif knows == "callback":
             work.get_future().then(lambda _: None).wait()
-        while knows == "poll" and not work.is_completed():
+        while (knows == "poll" and not work.is_completed()) or (
+            knows == "our own poll" and not is_over(work)
+        ):
             pass
         memory.mul_(2)
         work.wait()

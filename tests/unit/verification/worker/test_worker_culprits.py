@@ -439,3 +439,14 @@ def test_blocks_that_no_rank_holds_follow_the_block_that_is_wrong() -> None:
     assert [(each.tensor, each.follows) for each in told] == [("w", ""), ("sink", "w"), ("up", "")]
     unproved = lead([coverage, find("w")], (culprit.model_copy(update={"proved": False}), [W]))
     assert not any(each.follows for each in unproved)
+
+
+def test_a_race_leads_where_only_a_second_run_differs() -> None:
+    race = Culprit.model_validate({"mechanism": "race", "proved": True, "here": HERE, "repaired": ()})
+    repeated = [find(tensor, check=CheckName.REPEAT) for tensor in ("v", "w")]
+    told = lead(repeated, (race, [W]), is_complete=True)
+    assert [(each.tensor, each.culprit, each.follows) for each in told][1:] == [("v", None, "w")]
+    assert told[0].culprit is not None
+    assert told[0].culprit.leads
+    # A comparison with the golden comes first.
+    assert lead([*repeated, find("u")], (race, [W]), is_complete=True)[0].tensor == "u"
