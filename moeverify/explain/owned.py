@@ -158,7 +158,7 @@ def _correct(parts: Tensor, right: Tensor) -> Tensor | None:
     """
     tolerance = TOLERANCE * float(right.abs().amax())
     some = torch.arange(0, right.numel(), max(1, right.numel() // _NUM_SAMPLES))
-    if _choose(parts.flatten(1)[:, some], right.flatten()[some], tolerance) is None:
+    if _choose(parts.reshape(len(parts), -1)[:, some], right.flatten()[some], tolerance) is None:
         return None
     wanted = _choose(parts, right, tolerance)
     owns = [((part - right).abs() <= tolerance) & (part != 0) for part in parts]

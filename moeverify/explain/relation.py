@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.compare import ROUNDING, is_right, relative_error
+from moeverify.explain.compare import ROUNDING, TOLERANCE, is_right, relative_error
 from moeverify.explain.joint import At, Execution
 from moeverify.explain.program import Mark, Program
 from moeverify.explain.suspects import STATES, Target
@@ -75,7 +75,18 @@ def find_relation(alignment: Alignment, target: Target, factor: float | None) ->
         return ""
     if all(each.over for each in known):
         return "reduction"
-    return "moved" if not any(each.over or each.scale != 1.0 for each in known) else ""
+    is_whole = not any(each.over or each.scale != 1.0 for each in known)
+    return "moved" if is_whole and any(_has_moved(alignment, target, rank) for rank in target.values) else ""
+
+
+def _has_moved(alignment: Alignment, target: Target, rank: int) -> bool:
+    """Return whether a result has other numbers than the right ones somewhere, and not only zeros."""
+    data, right = alignment.data(target.values[rank]), target.right[rank].reshape(-1)
+    if data is None or data.numel() != len(right):
+        return True
+    actual = data.reshape(-1).to(right.dtype)
+    tolerance = TOLERANCE * float(right.abs().max())
+    return bool(((actual != 0) & ((actual - right).abs() > tolerance)).any())
 
 
 def _is_rounded_multiple(alignment: Alignment, at: At, right: Tensor, factor: float) -> bool:

@@ -9,6 +9,7 @@ import torch
 from recordings import MARK, make, record_call
 from torch import Tensor
 
+from moeverify.explain import owned
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.owned import list_choosing
@@ -162,3 +163,8 @@ def test_whole_values_on_each_rank_are_no_parts(part: Part) -> None:
 
 def test_a_right_sum_needs_no_change() -> None:
     assert not make_explainer(look_up).explain(20.0)
+
+
+def test_the_parts_of_a_single_number_own_nothing() -> None:
+    assert owned._correct(torch.tensor([1.0, 2.0]), torch.tensor(3.0)) is None
+    assert owned._correct(torch.tensor([3.0, 2.0]), torch.tensor(3.0)) is None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from generated import explain_call, expression_of
-from recordings import make
+from recordings import make, record_call
 from torch import Tensor
 
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.program import SETUP, Program
 from moeverify.explain.record import Recorder
+from moeverify.explain.relation import find_relation
 from moeverify.parallel.regions.region import Region
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
@@ -216,3 +218,10 @@ def test_a_line_that_divides_by_a_tensor_on_one_device_has_no_number_to_compare(
     inputs = {"x": make(6, 8), "w": make(3, 8, seed=1)}
     (culprit,) = explain_call(partial(run, ranks=2), partial(run, ranks=1), **inputs)
     assert culprit.here.line is not None
+
+
+@pytest.mark.parametrize(("change", "relation"), [(lambda y: y.flip(0), "moved"), (lambda y: y.tril(), "")])
+def test_lost_elements_are_not_moved(change: Callable[[Tensor], Tensor], relation: str) -> None:
+    one = record_call(lambda x: x.sin(), x=make(4, 4))
+    explainer = Explainer([record_call(lambda x: change(x.sin()), x=make(4, 4))], one, 0, ())
+    assert find_relation(explainer.alignment, explainer.wrong[0], None) == relation
