@@ -213,8 +213,22 @@ def find_line_of_ranks(origins: Sequence[Origin]) -> Origin | None:
     return alone[0] if len(alone) == 1 and alone[0] is origins[0] else None
 
 
+def _is_beside(one: Origin, other: Origin) -> bool:
+    return (one.line.file, one.line.function) == (other.line.file, other.line.function)
+
+
 def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
-    """Return the first origin, if it alone is of one side, and in a function that both sides execute."""
+    """Return the first origin, if it alone is of one side, and in a function that both sides execute.
+
+    A collective whose result nothing uses leads, too, if another value of its function is used.
+    """
+    first, *others = origins or (None,)
+    if (
+        first is not None
+        and first.kind == "unused"
+        and any(_is_beside(first, each) for each in others if each)
+    ):
+        return first
     alone = [each for each in origins if each.may_lead or each.kind == "extra"]
     for often in ("moved", "skipped"):  # right layouts move elements; other lines often replace some
         alone = [each for each in alone if each.kind != often] or alone
@@ -313,7 +327,8 @@ class Culprit(Record):
     @property
     def lone_line(self) -> Origin | None:
         """`own_line`, or the only line before the first wrong result that one device does not execute."""
-        return self.own_line or find_lone_line(self.origins)
+        found = self.own_line or find_lone_line(self.origins)
+        return None if found is not None and found.kind == "unused" and self.names_cause else found
 
     @property
     def _is_made_elsewhere(self) -> bool:

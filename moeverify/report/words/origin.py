@@ -71,6 +71,8 @@ def describe_lone_line(origin: Origin, *, is_proved: bool = False) -> str:
     name, value = _name_origin(origin), f"; it gives {shorten(origin.here, LONGEST)}" if origin.here else ""
     if origin.kind == "skipped":
         return f"only lines before the first wrong result that ranks leave out: under {name}"
+    if origin.kind == "unused":
+        return f"nothing uses the result of a collective: {name}; another value of this function is used"
     title = "first wrong line" if is_proved else "only line of ranks alone before the first wrong result"
     return f"{title}: {name}; one device does not execute it{value}"
 

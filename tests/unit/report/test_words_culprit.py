@@ -371,3 +371,15 @@ def test_an_operand_of_an_earlier_step_is_told_where_only_the_place_is_known() -
     first, second, *_ = list_culprit(culprit)
     assert first[1].endswith("ranks 0, 1; one input may be wrong")
     assert second == ("here", f"input 2 is 2 times the result of {X_B}, step 1")
+
+
+def test_a_collective_leads_whose_result_nothing_uses_beside_a_value_that_is_used() -> None:
+    elsewhere = Origin(kind="value", line=OTHER.line.model_copy(update={"function": "another"}))
+    for beside, is_lone in ((own("extra"), True), (elsewhere, False)):
+        culprit = make("place", proved=False, origins=(own("unused"), beside))
+        assert (culprit.lone_line is not None) is is_lone
+        assert (
+            list_culprit(culprit)[0][1].startswith("nothing uses the result of a collective: `a @ w`")
+            is is_lone
+        )
+    assert make("number", origins=(own("unused"), own("extra")), there=OTHER).lone_line is None
