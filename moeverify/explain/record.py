@@ -327,16 +327,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _check_race(self, tensor: Tensor, kind: str) -> None:
         """Record a use of memory that a collective may still be using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
-        for use in memory.uses if memory is not None else ():
-            if use.work is self._waits.in_callback:
-                return  # a collective's callback may use its memory
-            if kind == "write" or use.writes:
-                self.program.races.append(Race(use.op, len(self.program.ops), kind, use.is_direct))
-        if memory is not None and memory.uses:
-            for pending in list(self._pending):
-                if any(pending.use is use for use in memory.uses):
-                    self._complete(pending)
-            memory.uses = []
+        uses = [] if memory is None else memory.uses
+        if memory is None or any(use.work is self._waits.in_callback for use in uses):
+            return  # a collective's callback may use its memory
+        raced = [use for use in uses if kind == "write" or use.writes]
+        self.program.races += [Race(use.op, len(self.program.ops), kind, use.is_direct) for use in raced]
+        for pending in [each for each in self._pending if each.use in raced]:
+            self._complete(pending)
+        memory.uses = [use for use in uses if use not in raced]
 
     def _begin(self, name: str, args: Any, named: dict[str, Any], written: tuple[int | str, ...]) -> Op:
         op = Op(len(self.program.ops), name, tuple(args), named, written=written, sites=find_sites(4))

@@ -315,3 +315,18 @@ def test_memory_that_was_freed_is_not_read() -> None:
         doubled = freed * 2
     assert torch.equal(doubled, kept * 2)
     assert list_ops(recorder.program, "mul")
+
+
+@pytest.mark.parametrize(("use", "races"), [("read", 0), ("read and write", 1), ("wait and write", 0)])
+def test_the_input_of_a_collective_may_be_read_and_not_written(use: str, races: int) -> None:
+    memory, out = make(3, 4), make(3, 4)
+    recorder = Recorder()
+    with a_group(), recorder.recording():
+        work = dist.all_gather_into_tensor(out, memory, async_op=True)
+        if use.startswith("wait"):
+            work.wait()
+        memory.sum()
+        if use.endswith("write"):
+            memory.mul_(2)  # takes what it writes
+        work.wait()
+    assert len(recorder.program.races) == races
