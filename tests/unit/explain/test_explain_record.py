@@ -322,7 +322,7 @@ def test_the_input_of_a_collective_may_be_read_and_not_written(use: str, races: 
     memory, out = make(3, 4), make(3, 4)
     recorder = Recorder()
     with a_group(), recorder.recording():
-        work = dist.all_gather_into_tensor(out, memory, async_op=True)
+        work = dist.all_gather([out], memory, async_op=True)
         if use.startswith("wait"):
             work.wait()
         memory.sum()
