@@ -58,33 +58,40 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
 
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:
     """Return a sentence about the cause of a difference between replicas, and its place."""
-    ranks = format_ranks(cause.ranks)
     if cause.kind in ("option", "schedule"):
         return _describe_options(cause)
     if cause.kind == "write":
         return (
-            f"their gradients are equal, and on {ranks} something other than the optimizer changed the weights "
-            "after its step: they were loaded, swapped or averaged on a part of the ranks"
+            f"their gradients are equal, and on {format_ranks(cause.ranks)} something other than the optimizer "
+            "changed the weights after its step: they were loaded, swapped or averaged on a part of the ranks"
         ), "weights"
-    if cause.kind == "forward":
-        first = f", first seen in the output of {cause.module}" if cause.module else ""
-        part = ", or each rank has a part of the sequence there, and gradients are not reduced over the ranks"
-        return (
-            f"these ranks have the same rows and compute other values{first}; a sum over the "
-            f"ranks is missing there, or random numbers differ{part if cause.is_ambiguous else ''}"
-        ), cause.module or "forward pass"
+    if cause.kind in ("forward", "sequence"):
+        return _describe_forward(cause), cause.module or "forward pass"
     text = "their gradients differ, although these ranks have the same rows and the same loss"
     if cause.kind == "local":
-        return (
-            f"{text}: each rank calls {cause.module} with other values, so either these are its part of the "
-            "sequence, and gradients are not reduced over the ranks, or a sum in front of the module is missing"
-        ), cause.module
+        return f"{text}; the output of {cause.module} is the first that differs", cause.module
     if cause.kind == "parts":
         return (
-            f"{text}, and gradients of earlier modules are equal: different parts of the model that began as copies, "
-            "or replicas whose gradients are not reduced over the ranks"
+            f"{text}: different parts of the model that began as copies, or replicas whose gradients are not reduced "
+            "over the ranks"
         ), "initial values"
-    return f"{text}: the backward pass lacks a sum over the ranks", "backward pass"
+    return f"{text}: the backward pass lacks a sum or a gather over the ranks", "backward pass"
+
+
+def _describe_forward(cause: DriftCause) -> str:
+    if cause.kind == "sequence":
+        part, whole = cause.counts
+        gather = ", or a gather in front of it is missing" if cause.is_ambiguous else ""
+        return (
+            f"each rank calls {cause.module} with its part of the sequence, {part} of {whole} positions, and "
+            f"gradients are not reduced over the ranks{gather}"
+        )
+    if not cause.module:
+        return "these ranks have the same rows and compute other losses"
+    return (
+        f"these ranks have the same rows and compute other values, first seen in the output of {cause.module}; a sum "
+        "over the ranks is missing there, or random numbers differ"
+    )
 
 
 def _describe_options(cause: DriftCause) -> tuple[str, str]:

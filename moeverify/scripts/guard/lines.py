@@ -16,7 +16,7 @@ class TensorLine(Record):
 
     `mesh` has the global ranks of a DTensor's mesh and is empty for a plain tensor. `eps` is the dtype's
     machine epsilon. `is_varied` means that its initial values are not all equal. `site` is the file:line that
-    calls its module.
+    calls its module, and `num_positions` the size of the module's first output divided by its last dim.
     """
 
     name: str
@@ -27,18 +27,21 @@ class TensorLine(Record):
     eps: float = 0.0
     is_varied: bool = True
     site: str = ""
+    num_positions: int = 0
 
 
 class RankHeader(Record):
     """The first record of a rank. `data_ranks` share the global batch with it by DDP or FSDP.
 
-    `groups` has the mesh axis and global ranks of each of the rank's process groups.
+    `groups` has the mesh axis and global ranks of each of the rank's process groups. `num_positions` counts
+    those of the first batch, such as its tokens.
     """
 
     rank: int
     world_size: int
     tensors: tuple[TensorLine, ...]
     data_ranks: tuple[int, ...] = ()
+    num_positions: int = 0
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 

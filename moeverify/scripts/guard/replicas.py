@@ -11,6 +11,7 @@ from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
 from moeverify.scripts.guard.drift import find_cause
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine, exchange_activations
+from moeverify.scripts.guard.sequence import divides_heads, find_share
 
 _ROUNDING = (
     16 * 2.0**-24
@@ -142,13 +143,28 @@ class ReplicaModules:
             for key in ((module, False), (module, True)):
                 if {one, two} <= self._holders.get(key, frozenset()):
                     is_equal = any({one, two} <= ranks for ranks in self._equal[key])
-                    return is_equal or self._has_equal_outputs(name.rpartition(".")[0], one, two)
+                    return is_equal or self._has_equal_use(name, one, two)
         return two in self._headers[one].data_ranks
 
+    def _has_equal_use(self, name: str, one: int, two: int) -> bool:
+        """Return whether a module of two ranks with the same rows has equal outputs, or divides other dims.
+
+        A vector that a module applies to a part of the positions or heads is the same for the other parts.
+        """
+        module = name.rpartition(".")[0]
+        lines = (line for line in self._headers[one].tensors if line.name == name)
+        if any(len(line.shape) == 1 for line in lines) and not is_expert(name):
+            place = name, (one, two), self._headers, self._first
+            if find_share(*place) or (self._is_constant(module, one) and divides_heads(*place)):
+                return True
+        return self._is_constant(module, one) and self._has_equal_outputs(module, one, two)
+
+    def _is_constant(self, module: str, rank: int) -> bool:
+        lines = self._headers[rank].tensors
+        return not any(line.is_varied and line.name.startswith(f"{module}.") for line in lines)
+
     def _has_equal_outputs(self, module: str, one: int, two: int) -> bool:
-        """Return whether a module of constants alone has the same outputs on two ranks with the same rows."""
-        if any(line.is_varied and line.name.startswith(f"{module}.") for line in self._headers[one].tensors):
-            return False
+        """Return whether a module has the same outputs on two ranks with the same rows."""
         records = [self._first[rank] for rank in (one, two) if rank in self._first]
         outputs = [[value for name, value in record.outputs if name == module] for record in records]
         is_same_batch = len(records) > 1 and bool(records[0].rows) and records[0].rows == records[1].rows
@@ -221,12 +237,26 @@ class ReplicaRule:
         apart = {each.name.rpartition(".")[0] for each in self.equal if each.name not in whole}
         shared = {name.rpartition(".")[0] for name in whole} - apart
         members = {member.rank: member.number for member in worst.members}
-        has_parts = any(set(ranks) <= set(each.ranks) and each.tensor.is_varied for each in self.unequal)
+        parts = {
+            each.name.rpartition(".")[0]
+            for each in self.unequal
+            if set(ranks) <= set(each.ranks) and each.tensor.is_varied
+        }
+        divided = {
+            name.rpartition(".")[0] for name in whole if find_share(name, ranks, self.headers, records)
+        }
         alike = (each for each in self.equal if set(ranks) <= set(each.ranks) and each.tensor.is_varied)
         same = [each for each in alike if _compare_gradients(each, records) in ("equal", "clipped apart")]
         right = {each.name.rpartition(".")[0] for each in same}
         return find_cause(
-            worst.name, members, records, gradients, shared, right=right & shared, has_parts=has_parts
+            worst.name,
+            members,
+            records,
+            gradients,
+            shared - divided,
+            right=right & shared,
+            parts=parts,
+            share=find_share(worst.name, ranks, self.headers, records),
         )
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:

@@ -43,6 +43,27 @@ def test_a_right_script_is_silent(tmp_path: Path, python: ForkedPython, argument
     assert not list(tmp_path.glob("rank*"))
 
 
+@pytest.mark.parametrize(
+    ("bug", "kind", "call"),
+    [
+        ("", "", ""),
+        ("inner-norms", "sequence", "self.norm(x)"),
+        ("heads", "local", "self.heads("),
+        ("scatter", "backward", "self.embed("),
+        ("no-gather", "sequence", "self.head("),
+    ],
+)
+def test_a_missing_exchange_of_parts_of_the_sequence_is_found(
+    tmp_path: Path, python: ForkedPython, bug: str, kind: str, call: str
+) -> None:
+    done, findings = guard(tmp_path, "train_sp.py", "--bug", bug, python=python)
+    assert done.returncode == 0, done.stderr
+    lines = enumerate((PROGRAMS / "train_sp.py").read_text().splitlines(), 1)
+    used = [f"train_sp.py:{number}" for number, line in lines if call in line]
+    found = [(each["facts"]["cause"]["kind"], each["sites"][0]["site"]) for each in findings]
+    assert found == ([(kind, used[-1])] if bug else [])
+
+
 def test_a_bug_is_found_without_another_run(tmp_path: Path, python: ForkedPython) -> None:
     done, findings = guard(tmp_path, "train_ep.py", "--bug", "late-zero", "--steps", "4", python=python)
     assert done.returncode == 0, done.stderr

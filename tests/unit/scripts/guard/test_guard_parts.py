@@ -81,6 +81,51 @@ def test_equal_constants_of_a_module_with_equal_outputs_are_replicas(
     assert sum(each.name == constant.name for each in equal) == num_sets
 
 
+def find_divided(positions: int, *, group: int = 2, **changes: object) -> list[DriftFacts]:
+    """Return findings for a vector of 2 of the ranks, each with as many of 8 positions, beside sharded values."""
+    norm = make_tensor("block.norm.weight", is_varied=False)
+    own = norm.model_copy(update={"num_positions": positions, **changes})
+    more = {"num_positions": 8, "groups": (("tp", tuple(range(group))),)}
+    headers = {
+        rank: header.model_copy(update=more)
+        for rank, header in make_headers(own, make_tensor("block.up.weight")).items()
+    }
+    rule = ReplicaRule(*find_replicas(headers, make_records((0, 1), (0, 2), rows=((5, 6),))), headers)
+    records = make_records((7, 1), (8, 2), rows=((5, 6),), exchanged=((0, 1),), losses=(3.0,))
+    for rank in records:
+        changed = {"gradients": (rank + 5, 9), "squares": (1.0, 1.0), "before": (1.0 + rank, 1.0)}
+        numbers = {"norms": (1.0, 1.0), "projections": ((0.5 + rank,) * 4, (0.5,) * 4)}
+        records[rank] = records[rank].model_copy(update=changed | numbers)
+    return [each.facts for each in rule.find(records) if isinstance(each.facts, DriftFacts)]
+
+
+@pytest.mark.parametrize(
+    "positions", [4, 5]
+)  # 8 of 8, and of a sequence that is padded to 5 in each of 2 rows
+def test_a_vector_on_a_part_of_the_sequence_is_a_replica(positions: int) -> None:
+    (facts,) = find_divided(positions)
+    assert facts.names == ("block.norm.weight",)
+    assert facts.cause is not None
+    assert (facts.cause.kind, facts.cause.counts) == ("sequence", (positions, 8))
+
+
+def test_a_vector_on_a_part_of_the_heads_is_a_replica() -> None:
+    (facts,) = find_divided(24)
+    assert facts.cause is not None
+    assert facts.cause.kind != "sequence"
+
+
+@pytest.mark.parametrize("positions", [0, 2, 7, 8, 20])
+def test_a_vector_on_all_positions_may_be_a_part(positions: int) -> None:
+    assert not find_divided(positions)
+
+
+def test_parts_of_a_sequence_are_told_from_other_parts() -> None:
+    assert not find_divided(4, group=4)
+    assert not find_divided(4, shape=(4, 4))  # a sharded matrix of zeros, whose products are added up
+    assert not find_divided(4, name="block.experts.0.bias")
+
+
 def test_data_parallel_ranks_need_no_random_values() -> None:
     headers = make_headers(BIAS, data_ranks=(0, 1))
     assert len(find_replicas(headers, make_records((0,), (0,)))[0]) == 1

@@ -145,7 +145,12 @@ def test_parts_of_a_tensor_may_differ_and_replicas_may_not() -> None:
         ({"options": [0.1, 0.2]}, "option", "lr"),
         ({"stepped": [(4, 5), (4, 6)]}, "write", (1,)),
         ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.0]}, "backward", ""),
-        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1]}, "forward", "layer"),
+        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1]}, "local", "layer"),
+        (
+            {"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1], "losses": [(3.0,), (4.0,)]},
+            "forward",
+            "layer",
+        ),
     ],
 )
 def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str, place: object) -> None:
@@ -179,10 +184,11 @@ def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str,
 @pytest.mark.parametrize(
     ("own", "right", "values", "kind"),
     [
-        ("norm", {"stem"}, (1.0, 2.0), "local"),  # a part of the sequence on each rank
+        ("norm", {"stem"}, (1.0, 2.0), "local"),
         ("norm", {"stem"}, (1.0, 1.0), "parts"),  # parts that began as copies
+        ("up", set(), (1.0, 1.0), "parts"),  # beside parts with other values
         ("norm", set(), (1.0, 1.0), "backward"),
-        ("norm", set(), (1.0, 2.0), "forward"),  # earlier modules are wrong too, through their gradients
+        ("norm", set(), (1.0, 2.0), "local"),  # earlier modules are wrong too, through their gradients
         ("stem", set(), (1.0, 2.0), "backward"),
     ],
 )
@@ -192,7 +198,7 @@ def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
     outputs: list[object] = [(("stem", 1.0), ("norm", value)) for value in values]
     records = make_records(rows=[((1, 2),)] * 2, losses=[(3.0,)] * 2, outputs=outputs)
     shared = {"stem", "norm"}
-    cause = find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right, has_parts=True)
+    cause = find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right, parts={"up"})
     assert cause is not None
     assert cause.kind == kind
     # Ranks that hold no parts and exchange nothing are data-parallel.
