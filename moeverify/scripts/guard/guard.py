@@ -24,6 +24,7 @@ from moeverify.scripts.guard.exchange import RankOutbox
 from moeverify.scripts.guard.finite import FiniteWatch
 from moeverify.scripts.guard.groups import list_groups
 from moeverify.scripts.guard.lines import Nonfinite, RankHeader, StepRecord
+from moeverify.scripts.guard.loose import LooseParameters
 from moeverify.scripts.guard.order import CallOrder
 from moeverify.scripts.guard.row_stream import RowStream
 from moeverify.scripts.guard.samples import count_positions, measure_samples
@@ -68,7 +69,7 @@ class Guard(ModelListener):
         self._shards: list[LocalShard] = []
         self._finite = FiniteWatch()
         self._order = CallOrder()
-        self._detached = DetachedParts()
+        self._detached, self._loose = DetachedParts(), LooseParameters()
         self._learns = False  # whether the outermost pass has gradients
         self._collectives = CollectiveWatch(self._see_collective, trace)
         self._collectives.begin()
@@ -242,7 +243,7 @@ class Guard(ModelListener):
             shards = self.model.shards_of(optimizer)
             place = self.step, self.find_rank()[0]
             parts = self._detached.find(optimizer, shards, self.model.owners, self.model.uses, place)
-            self._sampling.findings += parts
+            self._sampling.findings += parts + self._loose.find(self.model, place)
             self._watch_updates(optimizer)
 
     def _watch_updates(self, optimizer: Optimizer) -> None:
