@@ -65,8 +65,9 @@ def _describe_cause(cause: DriftCause) -> tuple[str, str]:
             f"their gradients are equal, and on {format_ranks(cause.ranks)} something other than the optimizer "
             "changed the weights after its step: they were loaded, swapped or averaged on a part of the ranks"
         ), "weights"
-    if cause.kind in ("forward", "sequence"):
-        return _describe_forward(cause), cause.module or "forward pass"
+    if cause.kind in ("rows", "forward", "sequence"):
+        place = "data" if cause.kind == "rows" else "forward pass"
+        return _describe_forward(cause), cause.module or place
     text = "their gradients differ, although these ranks have the same rows and the same loss"
     if cause.kind == "local":
         return f"{text}; the output of {cause.module} is the first that differs", cause.module
@@ -79,6 +80,9 @@ def _describe_cause(cause: DriftCause) -> tuple[str, str]:
 
 
 def _describe_forward(cause: DriftCause) -> str:
+    if cause.kind == "rows":
+        ranks = format_ranks(cause.ranks)
+        return f"{ranks} add up activations in the forward pass, but have different rows of the batch"
     if cause.kind == "sequence":
         part, whole = cause.counts
         gather = ", or a gather in front of it is missing" if cause.is_ambiguous else ""

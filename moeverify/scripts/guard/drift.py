@@ -21,19 +21,24 @@ def find_cause(
     right: Collection[str] = (),
     parts: Collection[str] = (),
     share: tuple[int, int] | None = None,
+    summed: Collection[tuple[int, ...]] = (),
 ) -> DriftCause | None:
     """Return why replicas of a tensor differ after a step, or None if it is not known.
 
     `members` has the tensor's number by rank, and `gradients` compares their gradients (see `DriftFacts`).
     `shared` are the modules whose weights are equal on these ranks and that compute all positions, and `right`
     those of them where the gradients of random weights are equal. `parts` are modules with other random
-    weights on each rank: with any, the ranks are not data-parallel. `share` is the one of `find_share`.
+    weights on each rank: with any, the ranks are not data-parallel. `share` is the one of `find_share`, and
+    `summed` are groups of ranks that add up activations.
     """
     known = {rank: number for rank, number in members.items() if rank in records}
     if gradients == "equal":
         return _find_options(name, known, records) or _find_writers(known, records)
     if gradients != "differ" or not (parts or exchange_activations(tuple(known), records)):
         return None
+    for group in summed:
+        if set(group) <= known.keys() and len({records[rank].rows for rank in group}) > 1:
+            return DriftCause(kind="rows", ranks=group)
     rows = [records[rank].rows for rank in known]
     losses = [records[rank].losses for rank in known]
     if not rows[0] or any(each != rows[0] for each in rows) or not all(losses):

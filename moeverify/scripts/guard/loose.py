@@ -38,7 +38,9 @@ class LooseParameters:
             return []
         self._num_steps += 1
         shards = model.shards()
-        found = list(_list_loose([shard.tensor for shard in shards]))
+        # FSDP registers other parameters while it has gathered them.
+        registered = (each for owner in model.owners for each in owner.parameters())
+        found = list(_list_loose([*(shard.tensor for shard in shards), *registered]))
         values = measure_samples([local_part(each) for each in found], only_hashes=True).hashes
         gradients = [local_part(each.grad) for each in found if each.grad is not None]
         pairs = zip(values, measure_samples(gradients, only_hashes=True).hashes, strict=True)
@@ -67,12 +69,12 @@ def _is_forgotten(before: tuple[int, int] | None, now: tuple[int, int]) -> bool:
 
 
 def _list_loose(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield parameters with gradients that share no memory with `parameters` or those of an optimizer."""
+    """Yield parameters with gradients that have memory, but share none with `parameters` or an optimizer."""
     everything = gc.get_objects()
     optimizers = [each for each in everything if issubclass(type(each), Optimizer)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     known = [*parameters, *(each for group in groups for each in group["params"])]
-    memory = {_find_memory(each) for each in known}
+    memory = {0, *map(_find_memory, known)}  # 0 is freed memory
     kinds = (nn.Parameter, DTensor)
     leaves = [each for each in everything if type(each) in kinds and each.is_leaf and each.requires_grad]
     yield from (each for each in leaves if each.grad is not None and _find_memory(each) not in memory)

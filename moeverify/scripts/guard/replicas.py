@@ -92,6 +92,27 @@ def find_replicas(
     return equal, unequal
 
 
+def find_tied(
+    headers: Mapping[int, RankHeader], first: Mapping[int, StepRecord], stages: Mapping[int, int]
+) -> list[ReplicaSet]:
+    """Return whole matrices with equal random values in several pipeline stages, such as a tied embedding.
+
+    Those of numbered layers are left out: they may begin with one pattern in every layer.
+    """
+    found: dict[object, list[Shard]] = {}
+    for rank, header in headers.items():
+        began = first[rank].began if rank in first else ()
+        for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
+            is_matrix = len(tensor.shape) > 1 and tensor.is_whole and tensor.is_varied
+            if is_matrix and not any(part.isdigit() for part in tensor.name.split(".")):
+                found.setdefault((tensor.shape, bits), []).append(Shard(ShardId(rank, number), tensor, bits))
+    return [
+        ReplicaSet(each[0].tensor.name, each[0].tensor, [shard.member for shard in each])
+        for each in found.values()
+        if len({stages.get(shard.member.rank, 0) for shard in each}) > 1
+    ]
+
+
 def _read_key(key: object) -> tuple[tuple[int, ...], int, int]:
     assert isinstance(key, tuple)
     mesh, bits, rank = key
@@ -257,7 +278,14 @@ class ReplicaRule:
             right=right & shared,
             parts=parts,
             share=find_share(worst.name, ranks, self.headers, records),
+            summed=self._find_summed(records),
         )
+
+    def _find_summed(self, records: Mapping[int, StepRecord]) -> list[tuple[int, ...]]:
+        """Return the groups of ranks that add up activations, without those of data-parallel wrappers."""
+        groups = dict.fromkeys(line.ranks for record in records.values() for line in record.sums)
+        data_ranks = {rank: header.data_ranks for rank, header in self.headers.items()}
+        return [each for each in groups if not set(each) <= set(data_ranks.get(each[0], ()))]
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.

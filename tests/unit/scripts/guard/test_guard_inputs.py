@@ -127,6 +127,9 @@ def test_parameters_that_a_script_updates_or_no_longer_uses_are_not_forgotten(tm
     later = Adam(loose, lr=0.1)  # steps less often than the other optimizer
     assert not list_checks(train(tmp_path / "known", model))
     del later
+    loose[1].grad = None
+    loose[0].untyped_storage().resize_(0)  # as FSDP frees the parameters that it had gathered
+    assert not list_checks(train(tmp_path / "freed", Crops()))
     assert loose[0].grad is not None  # still there, beside another model
     assert not list_checks(train(tmp_path / "unused", Crops()))
 

@@ -11,7 +11,7 @@ from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.judge import add_sites, find_stages
 from moeverify.scripts.guard.lines import GroupLine, PassHashes, RankHeader, StepRecord, SumLine, TensorLine
-from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas, find_tied
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.train.calls.call import LoopCall
 
@@ -165,6 +165,26 @@ def test_tensors_of_stages_are_copies_and_no_replicas() -> None:
     assert isinstance(finding.facts, CopyFacts)
     assert finding.facts.kind == "siblings"
     assert not CopyRule(headers, {}).find(records)
+
+
+@pytest.mark.parametrize(
+    ("change", "stages", "num_sets"),
+    [
+        ({}, {0: 0, 1: 1}, 1),
+        ({}, {0: 0, 1: 0}, 0),
+        ({"name": "layers.0.decay"}, {0: 0, 1: 1}, 0),  # a pattern of every layer
+        ({"is_varied": False}, {0: 0, 1: 1}, 0),
+        ({"is_whole": False}, {0: 0, 1: 1}, 0),
+        ({"shape": (16,)}, {0: 0, 1: 1}, 0),
+    ],
+)
+def test_a_matrix_of_two_stages_with_equal_random_values_is_tied(
+    change: dict[str, object], stages: dict[int, int], num_sets: int
+) -> None:
+    embed = make_tensor("embed").model_copy(update={"shape": (4, 4), **change})
+    found = find_tied(make_headers(embed), make_records((1,), (1,)), stages)
+    assert [each.ranks for each in found] == [(0, 1)] * num_sets
+    assert not find_tied(make_headers(embed), make_records((1,), (2,)), stages)
 
 
 def find_copied_sums(

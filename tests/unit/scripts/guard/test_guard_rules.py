@@ -9,7 +9,7 @@ import pytest
 
 from moeverify.results.guard import DriftFacts, OwnNormFacts
 from moeverify.scripts.guard.drift import find_cause
-from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, TensorLine
+from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, SumLine, TensorLine
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
@@ -203,6 +203,29 @@ def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
     assert cause.kind == kind
     # Ranks that hold no parts and exchange nothing are data-parallel.
     assert find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right) is None
+
+
+def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
+    def find(rows: int, data_ranks: tuple[int, ...]) -> str:
+        sums = [(SumLine(ranks=(0, 1), site="a.py:1", hash=rank + 1),) for rank in range(2)]
+        changes: dict[str, list[object]] = {
+            "ended": [(4, 5), (40, 6)],
+            "gradients": [(7, 8), (70, 9)],
+            "projections": APART,
+            "before": [(1.0, 2.0), (1.1, 3.0)],
+            "exchanged": [((0, 1),)] * 2,
+            "rows": [((1,),), ((rows,),)],
+            "sums": [*sums],
+        }
+        headers = make_headers(data_ranks=data_ranks)
+        rule = ReplicaRule(*find_replicas(headers, make_records(**changes)), headers)
+        (finding,) = rule.find(make_records(**changes))
+        assert isinstance(finding.facts, DriftFacts)
+        return finding.facts.cause.kind if finding.facts.cause else ""
+
+    assert find(2, ()) == "rows"
+    assert find(1, ()) != "rows"
+    assert find(2, (0, 1)) != "rows"  # batch norm over data-parallel ranks
 
 
 def test_a_difference_by_the_norm_follows_from_gradients_that_differ() -> None:
