@@ -72,11 +72,12 @@ class GroupLine(Record):
 
 
 class SumLine(Record):
-    """A reduction over `ranks` in a forward pass: its call site, and the hash of a sample of its operand."""
+    """A reduction over `ranks` in a forward pass: its call site, and positions and hash of its operand."""
 
     ranks: tuple[int, ...]
     site: str
     hash: int
+    num_positions: int = 0
 
 
 class PassHashes(Record):

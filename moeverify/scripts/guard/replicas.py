@@ -282,10 +282,17 @@ class ReplicaRule:
         )
 
     def _find_summed(self, records: Mapping[int, StepRecord]) -> list[tuple[int, ...]]:
-        """Return the groups of ranks that add up activations, without those of data-parallel wrappers."""
-        groups = dict.fromkeys(line.ranks for record in records.values() for line in record.sums)
-        data_ranks = {rank: header.data_ranks for rank, header in self.headers.items()}
-        return [each for each in groups if not set(each) <= set(data_ranks.get(each[0], ()))]
+        """Return the groups of ranks that add up activations of their batches, without data-parallel wrappers.
+
+        Ranks that gather the tokens of all their batches for experts have more positions.
+        """
+        own = [(self.headers[rank], record) for rank, record in records.items() if rank in self.headers]
+        sums = [(header, line) for header, record in own for line in record.sums]
+        return [
+            line.ranks
+            for header, line in sums
+            if line.num_positions == header.num_positions and not set(line.ranks) <= set(header.data_ranks)
+        ]
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.

@@ -206,8 +206,8 @@ def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
 
 
 def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
-    def find(rows: int, data_ranks: tuple[int, ...]) -> str:
-        sums = [(SumLine(ranks=(0, 1), site="a.py:1", hash=rank + 1),) for rank in range(2)]
+    def find(rows: int, data_ranks: tuple[int, ...], positions: int = 8) -> str:
+        sum_line = SumLine(ranks=(0, 1), site="a.py:1", hash=1, num_positions=positions)
         changes: dict[str, list[object]] = {
             "ended": [(4, 5), (40, 6)],
             "gradients": [(7, 8), (70, 9)],
@@ -215,9 +215,12 @@ def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
             "before": [(1.0, 2.0), (1.1, 3.0)],
             "exchanged": [((0, 1),)] * 2,
             "rows": [((1,),), ((rows,),)],
-            "sums": [*sums],
+            "sums": [(sum_line,)] * 2,
         }
-        headers = make_headers(data_ranks=data_ranks)
+        headers = {
+            rank: header.model_copy(update={"num_positions": 8})
+            for rank, header in make_headers(data_ranks=data_ranks).items()
+        }
         rule = ReplicaRule(*find_replicas(headers, make_records(**changes)), headers)
         (finding,) = rule.find(make_records(**changes))
         assert isinstance(finding.facts, DriftFacts)
@@ -226,6 +229,7 @@ def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
     assert find(2, ()) == "rows"
     assert find(1, ()) != "rows"
     assert find(2, (0, 1)) != "rows"  # batch norm over data-parallel ranks
+    assert find(2, (), 16) != "rows"  # tokens of both ranks, gathered for experts
 
 
 def test_a_difference_by_the_norm_follows_from_gradients_that_differ() -> None:
