@@ -28,6 +28,7 @@ class DriftCause(Record):
     - `option`: the optimizers of the two `ranks` have other `values` of `option`, set at `site`.
     - `schedule`: the same, and their schedulers step a different number of times, `counts`, in a step.
     - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
+    - `overwrite`: the tensors are equal, as values of rank `ranks` replace others after each step.
     - `rows`: `ranks` add up activations in the forward pass and have different rows.
     - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
     - `backward`: ranks with equal rows have equal losses; the gradient of `module` differs.
@@ -38,7 +39,18 @@ class DriftCause(Record):
       `is_ambiguous` if their losses differ, so that a gather may be missing instead of a sum.
     """
 
-    kind: Literal["option", "schedule", "write", "rows", "forward", "backward", "local", "parts", "sequence"]
+    kind: Literal[
+        "option",
+        "schedule",
+        "write",
+        "overwrite",
+        "rows",
+        "forward",
+        "backward",
+        "local",
+        "parts",
+        "sequence",
+    ]
     option: str = ""
     values: tuple[float, float] = (0.0, 0.0)
     counts: tuple[int, int] = (0, 0)

@@ -21,6 +21,13 @@ from moeverify.results.guard import (
 @describe_facts.register
 def _(facts: DriftFacts, finding: Finding) -> Words:
     tensors, ranks = format_count(len(facts.names), "tensor"), format_ranks(finding.ranks)
+    if facts.cause is not None and facts.cause.kind == "overwrite":
+        source = format_ranks(facts.cause.ranks)
+        cause = (
+            f"after each step {tensors} of {source} replace those of the other ranks, whose gradients differ and are "
+            "not reduced: their rows have no effect"
+        )
+        return Words(cause, "weights", (list_names(facts.names),))
     evidence = (f"{list_names(facts.names)}: they differ by up to {facts.distance:.2g} of their norm",)
     if facts.since == "start" and facts.gradients == "differ":
         cause = (

@@ -8,6 +8,7 @@ from moeverify.results.guard import DriftCause
 from moeverify.scripts.guard.lines import StepRecord, exchange_activations
 from moeverify.scripts.record.lines import Options
 
+_SMALL = 16  # elements of a loss or a norm
 _SAME = 1e-5  # relative, of losses and largest outputs of equal computations
 
 
@@ -48,6 +49,22 @@ def find_cause(
         module = name.rpartition(".")[0]
         return DriftCause(kind="sequence", module=module, counts=share, is_ambiguous=is_lost)
     return _compare_passes(name, known, records, shared, right, parts)
+
+
+def find_source(members: Mapping[int, int], records: Mapping[int, StepRecord]) -> int | None:
+    """Return the rank whose values replace those of all other ranks after a step, or None.
+
+    The ranks have updated the tensor differently, and exchange no message and no sum of their gradients.
+    `members` is the one of `find_cause`.
+    """
+    ended = {records[rank].ended[number] for rank, number in members.items()}
+    stepped = {rank: records[rank].stepped[number] for rank, number in members.items()}
+    sources = [rank for rank, bits in stepped.items() if ended == {bits}]
+    if len(sources) != 1 or not all(stepped.values()) or len(stepped) < 2:
+        return None
+    groups = [group for rank in members for group in records[rank].groups]
+    is_reduced = any(group.is_message or group.largest_sum > _SMALL for group in groups)
+    return None if is_reduced or not all(records[rank].is_traced for rank in members) else sources[0]
 
 
 def _compare_passes(

@@ -57,7 +57,8 @@ class GroupLine(Record):
     """The collectives of a step on one process group: their number, largest element count, and combined hash.
 
     A step begins after the previous optimizer step. `num_before` of the collectives were issued before the
-    step's first backward pass. `entries` has the first ones as (signature, call site) from the ledger.
+    step's first backward pass, and `largest_sum` is the largest element count of a reduction. `entries` has the
+    first ones as (signature, call site) from the ledger.
     """
 
     name: str
@@ -68,6 +69,7 @@ class GroupLine(Record):
     num_before: int = 0
     hash: int
     largest: int = 0
+    largest_sum: int = 0
     entries: tuple[tuple[str, str], ...] = ()
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
-from moeverify.scripts.guard.drift import find_cause
+from moeverify.scripts.guard.drift import find_cause, find_source
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine, exchange_activations
 from moeverify.scripts.guard.sequence import divides_heads, find_share
 
@@ -231,7 +231,9 @@ class ReplicaRule:
                 if number == _TIMES:
                     key = (replicas.ranks, gradients, is_expert(replicas.name), "start")
                     found.setdefault(key, []).append((replicas, _measure(replicas, records)))
-        self._is_done = bool(found)
+        step = next(iter(records.values())).step
+        overwritten = [] if found else list(self._find_overwritten(step, records))
+        self._is_done = bool(found or overwritten)
         # A norm counts wrong gradients too, so ranks whose gradients differ also clip differently.
         apart = {ranks for ranks, gradients, *_ in found if gradients == "differ"}
         found = {key: sets for key, sets in found.items() if key[1] != "clipped apart" or key[0] not in apart}
@@ -239,12 +241,26 @@ class ReplicaRule:
         # Small differences are consequences of the wrong tensor, through a norm over all tensors for
         # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
-        step = next(iter(records.values())).step
-        return [
+        return overwritten + [
             _make_finding(step, key, sets, self._explain(key, sets, records))
             for key, sets in found.items()
             if sets
         ]
+
+    def _find_overwritten(self, step: int, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield a finding if one rank's values replace different ones of others, in two steps."""
+        found: dict[tuple[tuple[int, ...], int], list[tuple[ReplicaSet, float]]] = {}
+        for replicas in self.equal:
+            members = {each.rank: each.number for each in replicas.members}
+            if members.keys() <= records.keys() and _compare_gradients(replicas, records) == "differ":
+                source = find_source(members, records)
+                number = 0 if source is None else self._num_times.get((replicas.name, "source"), 0) + 1
+                self._num_times[replicas.name, "source"] = number
+                if source is not None and number >= _TIMES:
+                    found.setdefault((replicas.ranks, source), []).append((replicas, 0.0))
+        for (ranks, source), sets in found.items():
+            cause = DriftCause(kind="overwrite", ranks=(source,))
+            yield _make_finding(step, (ranks, "differ", False, "update"), sets, cause)
 
     def _explain(
         self, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]

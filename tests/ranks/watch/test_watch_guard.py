@@ -70,12 +70,13 @@ def test_a_missing_exchange_of_parts_of_the_sequence_is_found(
         ("train_fsdp_tp.py", "tp-data", "embed.weight", "rows", "batch = torch.randint("),
         ("train_pp.py", "", "", "", ""),
         ("train_pp.py", "tied", "embed.weight", "", "optimizer.step()"),
+        ("train_layouts.py", "broadcast --layout manual", "embed.weight", "overwrite", "optimizer.step()"),
     ],
 )
-def test_replicas_drift_where_ranks_get_other_rows_or_share_a_tensor_between_stages(
+def test_replicas_that_are_not_reduced_are_found_by_rows_stages_and_broadcasts(
     tmp_path: Path, python: ForkedPython, program: str, bug: str, tensor: str, kind: str, call: str
 ) -> None:
-    done, findings = guard(tmp_path, program, "--bug", bug, python=python)
+    done, findings = guard(tmp_path, program, "--bug", *(bug.split() or [""]), python=python)
     assert done.returncode == 0, done.stderr
     lines = enumerate((PROGRAMS / program).read_text().splitlines(), 1)
     used = [f"{program}:{number}" for number, line in lines if call in line]

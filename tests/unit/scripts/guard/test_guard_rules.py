@@ -205,6 +205,31 @@ def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
     assert find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right) is None
 
 
+@pytest.mark.parametrize(
+    ("stepped", "groups", "source"),
+    [
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, largest=100, largest_sum=1), 0),
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, largest_sum=100), None),  # of gradients
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, is_message=True), None),
+        ((3, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),  # an average
+        ((4, 0), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),  # each rank updates its own part
+        ((4, 4), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),
+    ],
+)
+def test_a_broadcast_after_the_step_replaces_updates_of_other_ranks(
+    stepped: tuple[int, int], groups: GroupLine, source: int | None
+) -> None:
+    changes: dict[str, list[object]] = {
+        "gradients": [(7, 8), (70, 9)],
+        "before": [(1.0, 2.0), (1.1, 3.0)],
+        "stepped": [(each, 5) for each in stepped],
+        "groups": [(groups,)] * 2,
+    }
+    found = [facts.cause for facts in find_drift(**changes)]
+    expected = [] if source is None else [("overwrite", (source,))]
+    assert [(cause.kind, cause.ranks) for cause in found if cause is not None] == expected
+
+
 def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
     def find(rows: int, data_ranks: tuple[int, ...], positions: int = 8) -> str:
         sum_line = SumLine(ranks=(0, 1), site="a.py:1", hash=1, num_positions=positions)
