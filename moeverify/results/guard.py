@@ -66,7 +66,7 @@ class DriftFacts(Record):
     `since` is `start` if they started unequal, otherwise `update`. `gradients`
     compares the gradients of that step on these ranks; `clipped apart` means equal norms before the clip
     and unequal ones after it. `distance` is relative to the norm of the values, estimated from samples.
-    `are_experts` means that every FQN contains `expert`.
+    `are_experts` means that every FQN contains `expert`. `groups` are ranks with equal gradients, if some have.
     """
 
     about: Literal["drift"] = "drift"
@@ -75,6 +75,7 @@ class DriftFacts(Record):
     gradients: Literal["equal", "differ", "clipped apart", "unknown"]
     distance: float
     are_experts: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
     cause: DriftCause | None = None
 
 

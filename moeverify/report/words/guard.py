@@ -49,7 +49,7 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
         gradients = {
             "equal": "their gradients are equal, so the states of their optimizers differ, or a step that was not "
             "sampled changed them",
-            "differ": "their gradients differ: they are not reduced over these ranks",
+            "differ": f"their gradients differ: they are not reduced over {_describe_groups(facts)}",
             "clipped apart": "their gradients have equal norms before the clip and not after it: ranks clip "
             "differently",
             "unknown": "whether their gradients are equal is not known",
@@ -61,6 +61,13 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
         )
         return Words(cause, "experts", evidence)
     return Words(f"{tensors} began equal on {ranks} and are no longer equal; {gradients}", where, evidence)
+
+
+def _describe_groups(facts: DriftFacts) -> str:
+    if not facts.groups:
+        return "these ranks"
+    equal = " and on ".join(format_ranks(each) for each in facts.groups if len(each) > 1)
+    return f"all of these ranks, and are equal on {equal}"
 
 
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:

@@ -242,7 +242,9 @@ class ReplicaRule:
         # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
         return overwritten + [
-            _make_finding(step, key, sets, self._explain(key, sets, records))
+            _make_finding(
+                step, key, sets, self._explain(key, sets, records), _list_groups(sets[0][0], records)
+            )
             for key, sets in found.items()
             if sets
         ]
@@ -384,13 +386,28 @@ def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) 
     return "clipped apart" if is_same else "differ"
 
 
+def _list_groups(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks with equal gradients, or none if all gradients are equal or all differ."""
+    found: dict[int, list[int]] = {}
+    for member in replicas.members:
+        gradients = records[member.rank].gradients if member.rank in records else ()
+        if member.number < len(gradients):
+            found.setdefault(gradients[member.number], []).append(member.rank)
+    is_divided = 1 < len(found) < sum(map(len, found.values()))
+    return tuple(map(tuple, found.values())) if is_divided else ()
+
+
 def is_expert(name: str) -> bool:
     """Return whether a parameter belongs to one of several experts, judged by its FQN."""
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
 def _make_finding(
-    step: int, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
+    step: int,
+    key: _Key,
+    sets: Sequence[tuple[ReplicaSet, float]],
+    cause: DriftCause | None,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Finding:
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
@@ -400,6 +417,7 @@ def _make_finding(
         gradients=gradients,
         distance=distance,
         are_experts=are_experts,
+        groups=groups,
         cause=cause,
     )
     return make_finding(GuardCheck.REPLICAS, sets[0][0].name, step, ranks, facts, error=distance)

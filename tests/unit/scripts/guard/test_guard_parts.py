@@ -248,6 +248,25 @@ def test_ranks_that_exchange_no_activations_hold_no_parts() -> None:
     assert not find_unsynchronized(rows=(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("gradients", "groups"),
+    [((5, 5, 6, 6), ((0, 1), (2, 3))), ((5, 5, 5, 6), ((0, 1, 2), (3,))), ((5, 6, 7, 8), ())],
+)
+def test_ranks_that_reduce_over_smaller_groups_are_listed(
+    gradients: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+) -> None:
+    headers = make_headers(make_tensor("up"), num_ranks=4)
+    rule = ReplicaRule(*find_replicas(headers, make_records(*[(1,)] * 4)), headers)
+    records = make_records(*[(bits,) for bits in gradients])
+    for rank, bits in enumerate(gradients):
+        changes = {"gradients": (bits,), "squares": (1.0,), "before": (float(bits),), "norms": (1.0,)}
+        more = {"projections": ((float(bits),) * 4,)}
+        records[rank] = records[rank].model_copy(update=changes | more)
+    (finding,) = rule.find(records)
+    assert isinstance(finding.facts, DriftFacts)
+    assert finding.facts.groups == groups
+
+
 def find_tokens(*, losses: float = 0.0, shift: int = 0, seed: int = 0, wrapped: bool = False) -> list[int]:
     """Return the shifts of findings for ranks that draw rows 10, 11, ... from generators with these states."""
     headers = make_headers(make_tensor("up"), data_ranks=(0, 1) if wrapped else ())
