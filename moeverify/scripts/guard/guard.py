@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.parallel.regions.placement import is_partial, local_part
+from moeverify.parallel.regions.placement import is_partial, is_placed_alike, local_part
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.scripts.guard.collective_watch import CollectiveWatch
 from moeverify.scripts.guard.data_ranks import find_data_ranks
@@ -398,7 +398,7 @@ class Guard(ModelListener):
         for (shard, _), bits in zip(found, hashes, strict=True):
             number = self._tensors[id(shard.tensor)]
             self._sampling.gradients[number] = bits, norms[id(shard.tensor)] ** 2
-            if shard.tensor.grad is not None and is_partial(shard.tensor.grad):
+            if shard.tensor.grad is not None and not is_placed_alike(shard.tensor, shard.tensor.grad):
                 self._sampling.partial.append(number)
         bad = next((shard.name for shard, _ in found if not math.isfinite(norms[id(shard.tensor)])), None)
         # With a scaler, nonfinite gradients are normal and their steps are skipped.

@@ -108,7 +108,7 @@ class StepRecord(Record):
       norms.
     - `squares`: sums of squares of the local gradients at the optimizer step.
     - `before`: the same at the end of the last backward pass or before the clip.
-    - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
+    - `partial`: numbers of the tensors whose gradients have other placements, such as unreduced partial sums.
     - `forgotten`: names of the parameters that no optimizer has; `is_replaced` if optimizers hold an old copy
       of them, `is_idle` if none has ever got a gradient, and `is_known_kind` if all of them are recomputed.
     - `losses`: values at which backward passes began.
