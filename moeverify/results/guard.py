@@ -28,14 +28,29 @@ class DriftCause(Record):
     - `option`: the optimizers of the two `ranks` have other `values` of `option`, set at `site`.
     - `schedule`: the same, and their schedulers step a different number of times, `counts`, in a step.
     - `write`: something else than the optimizer's step has changed the tensors on `ranks`.
+    - `overwrite`: the tensors are equal, as values of rank `ranks` replace others after each step.
+    - `rows`: `ranks` add up activations in the forward pass and have different rows.
     - `forward`: ranks with equal rows have other losses; the output of `module` is the first that differs.
-      `is_ambiguous` if the losses are equal, so that the ranks may have parts of a sequence instead.
-    - `backward`: ranks with equal rows have equal losses.
-    - `local`: the same, but the tensors' modules, first `module`, have other outputs on each rank.
-    - `parts`: the same with equal outputs, and gradients of earlier modules are equal.
+    - `backward`: ranks with equal rows have equal losses; the gradient of `module` differs.
+    - `local`: the same, and the output of `module` is the first that differs.
+    - `parts`: the same with equal outputs, and gradients of earlier modules are equal, or `module` has tensors
+      that began with other values.
+    - `sequence`: ranks with equal rows compute a part of the positions in `module`, `counts[0]` of `counts[1]`;
+      `is_ambiguous` if their losses differ, so that a gather may be missing instead of a sum.
     """
 
-    kind: Literal["option", "schedule", "write", "forward", "backward", "local", "parts"]
+    kind: Literal[
+        "option",
+        "schedule",
+        "write",
+        "overwrite",
+        "rows",
+        "forward",
+        "backward",
+        "local",
+        "parts",
+        "sequence",
+    ]
     option: str = ""
     values: tuple[float, float] = (0.0, 0.0)
     counts: tuple[int, int] = (0, 0)
@@ -51,7 +66,7 @@ class DriftFacts(Record):
     `since` is `start` if they started unequal, otherwise `update`. `gradients`
     compares the gradients of that step on these ranks; `clipped apart` means equal norms before the clip
     and unequal ones after it. `distance` is relative to the norm of the values, estimated from samples.
-    `are_experts` means that every FQN contains `expert`.
+    `are_experts` means that every FQN contains `expert`. `groups` are ranks with equal gradients, if some have.
     """
 
     about: Literal["drift"] = "drift"
@@ -60,6 +75,7 @@ class DriftFacts(Record):
     gradients: Literal["equal", "differ", "clipped apart", "unknown"]
     distance: float
     are_experts: bool = False
+    groups: tuple[tuple[int, ...], ...] = ()
     cause: DriftCause | None = None
 
 

@@ -87,6 +87,7 @@ class CallRule(StrEnum):
     LATE_CLIP = "late-clip"  # a clip after the optimizer step
     SCALED_CLIP = "scaled-clip"  # a clip before the gradient scaler has unscaled the gradients
     SCALED_STEP = "scaled-step"  # an optimizer step on gradients that no gradient scaler has unscaled
+    NEW_OPTIMIZER = "new-optimizer"  # another optimizer without the state of the one before, in each step
     EVAL = "eval"  # all forward passes of a step in evaluation mode
     SAME_EPOCH = "same-epoch"  # a sampler that shuffles begins twice with the same epoch number
     INNER_SCHEDULER = "inner-scheduler"  # a scheduler step between two backward passes of one optimizer step

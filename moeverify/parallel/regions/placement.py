@@ -31,6 +31,11 @@ def is_partial(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
 
 
+def is_placed_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one shape, such as a parameter and its gradient, have equal placements."""
+    return getattr(tensor, "placements", None) == getattr(other, "placements", None)
+
+
 def region_of(tensor: Tensor) -> Region:
     """Return the region of the logical tensor that this rank stores; a plain tensor is whole."""
     if not isinstance(tensor, DTensor):

@@ -21,6 +21,13 @@ from moeverify.results.guard import (
 @describe_facts.register
 def _(facts: DriftFacts, finding: Finding) -> Words:
     tensors, ranks = format_count(len(facts.names), "tensor"), format_ranks(finding.ranks)
+    if facts.cause is not None and facts.cause.kind == "overwrite":
+        source = format_ranks(facts.cause.ranks)
+        cause = (
+            f"after each step {tensors} of {source} replace those of the other ranks, whose gradients differ and are "
+            "not reduced: their rows have no effect"
+        )
+        return Words(cause, "weights", (list_names(facts.names),))
     evidence = (f"{list_names(facts.names)}: they differ by up to {facts.distance:.2g} of their norm",)
     if facts.since == "start" and facts.gradients == "differ":
         cause = (
@@ -42,7 +49,7 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
         gradients = {
             "equal": "their gradients are equal, so the states of their optimizers differ, or a step that was not "
             "sampled changed them",
-            "differ": "their gradients differ: they are not reduced over these ranks",
+            "differ": f"their gradients differ: they are not reduced over {_describe_groups(facts)}",
             "clipped apart": "their gradients have equal norms before the clip and not after it: ranks clip "
             "differently",
             "unknown": "whether their gradients are equal is not known",
@@ -56,35 +63,53 @@ def _(facts: DriftFacts, finding: Finding) -> Words:
     return Words(f"{tensors} began equal on {ranks} and are no longer equal; {gradients}", where, evidence)
 
 
+def _describe_groups(facts: DriftFacts) -> str:
+    if not facts.groups:
+        return "these ranks"
+    equal = " and on ".join(format_ranks(each) for each in facts.groups if len(each) > 1)
+    return f"all of these ranks, and are equal on {equal}"
+
+
 def _describe_cause(cause: DriftCause) -> tuple[str, str]:
     """Return a sentence about the cause of a difference between replicas, and its place."""
-    ranks = format_ranks(cause.ranks)
     if cause.kind in ("option", "schedule"):
         return _describe_options(cause)
     if cause.kind == "write":
         return (
-            f"their gradients are equal, and on {ranks} something other than the optimizer changed the weights "
-            "after its step: they were loaded, swapped or averaged on a part of the ranks"
+            f"their gradients are equal, and on {format_ranks(cause.ranks)} something other than the optimizer "
+            "changed the weights after its step: they were loaded, swapped or averaged on a part of the ranks"
         ), "weights"
-    if cause.kind == "forward":
-        first = f", first seen in the output of {cause.module}" if cause.module else ""
-        part = ", or each rank has a part of the sequence there, and gradients are not reduced over the ranks"
-        return (
-            f"these ranks have the same rows and compute other values{first}; a sum over the "
-            f"ranks is missing there, or random numbers differ{part if cause.is_ambiguous else ''}"
-        ), cause.module or "forward pass"
+    if cause.kind in ("rows", "forward", "sequence"):
+        place = "data" if cause.kind == "rows" else "forward pass"
+        return _describe_forward(cause), cause.module or place
     text = "their gradients differ, although these ranks have the same rows and the same loss"
     if cause.kind == "local":
-        return (
-            f"{text}: each rank calls {cause.module} with other values, so either these are its part of the "
-            "sequence, and gradients are not reduced over the ranks, or a sum in front of the module is missing"
-        ), cause.module
+        return f"{text}; the output of {cause.module} is the first that differs", cause.module
     if cause.kind == "parts":
         return (
-            f"{text}, and gradients of earlier modules are equal: different parts of the model that began as copies, "
-            "or replicas whose gradients are not reduced over the ranks"
+            f"{text}: different parts of the model that began as copies, or replicas whose gradients are not reduced "
+            "over the ranks"
         ), "initial values"
-    return f"{text}: the backward pass lacks a sum over the ranks", "backward pass"
+    return f"{text}: the backward pass lacks a sum or a gather over the ranks", "backward pass"
+
+
+def _describe_forward(cause: DriftCause) -> str:
+    if cause.kind == "rows":
+        ranks = format_ranks(cause.ranks)
+        return f"{ranks} add up activations in the forward pass, but have different rows of the batch"
+    if cause.kind == "sequence":
+        part, whole = cause.counts
+        gather = ", or a gather in front of it is missing" if cause.is_ambiguous else ""
+        return (
+            f"each rank calls {cause.module} with its part of the sequence, {part} of {whole} positions, and "
+            f"gradients are not reduced over the ranks{gather}"
+        )
+    if not cause.module:
+        return "these ranks have the same rows and compute other losses"
+    return (
+        f"these ranks have the same rows and compute other values, first seen in the output of {cause.module}; a sum "
+        "over the ranks is missing there, or random numbers differ"
+    )
 
 
 def _describe_options(cause: DriftCause) -> tuple[str, str]:

@@ -29,6 +29,8 @@ _OWN_RULES = {
     "scaler.unscale_ before the clip",
     CallRule.SCALED_STEP: "the optimizer gets gradients that are multiplied by the loss scale {norm:g}: it steps "
     "without scaler.step or scaler.unscale_",
+    CallRule.NEW_OPTIMIZER: "each step has a new optimizer of the same parameters, which begins without the moments "
+    "of the one before",
     CallRule.EVAL: "all forward passes that are trained on run in evaluation mode, with {dropouts} "
     "off: no model.train() before them",
     CallRule.SAME_EPOCH: "the sampler shuffles epoch {expected} twice, so both have the same order: no "

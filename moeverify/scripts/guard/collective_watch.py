@@ -12,7 +12,7 @@ from torch import Tensor
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.scripts.guard.groups import describe_groups
 from moeverify.scripts.guard.lines import GroupLine, SumLine
-from moeverify.scripts.guard.samples import is_varied, measure_samples, pick
+from moeverify.scripts.guard.samples import count_positions, is_varied, measure_samples, pick
 from moeverify.verification.collectives.interception import Collective, flatten
 from moeverify.verification.collectives.trace import CollectiveTrace
 
@@ -43,7 +43,7 @@ class CollectiveWatch:
         self._is_on = False
         self._thread = threading.get_ident()
         self._before: dict[object, int] | None = None
-        self._sums: list[tuple[tuple[int, ...], str, Tensor]] = []
+        self._sums: list[tuple[SumLine, Tensor]] = []  # without the hash, and a sample of the operand
         self._trace = trace or CollectiveTrace()
         self._owns_trace = trace is None
         self._since = 0
@@ -98,11 +98,11 @@ class CollectiveWatch:
     def take_sums(self) -> tuple[SumLine, ...]:
         """Return the reductions of the forward passes; synchronizes with the device."""
         sums, self._sums = self._sums, []
-        hashes = measure_samples([sample for _, _, sample in sums]).hashes
-        varied = is_varied([sample for _, _, sample in sums])
+        samples = [sample for _, sample in sums]
+        hashes = zip(measure_samples(samples, only_hashes=True).hashes, is_varied(samples), strict=True)
         return tuple(
-            SumLine(ranks=ranks, site=site, hash=bits if is_one else 0)
-            for (ranks, site, _), bits, is_one in zip(sums, hashes, varied, strict=True)
+            line.model_copy(update={"hash": bits if is_one else 0})
+            for (line, _), (bits, is_one) in zip(sums, hashes, strict=True)
         )
 
     def see(self, collective: Collective, operands: Any, *, is_in_model: bool) -> None:
@@ -128,7 +128,9 @@ class CollectiveWatch:
             and numel >= _FEWEST_ELEMENTS
             and len(self._sums) < _MOST_SUMS
         ):
-            self._sums.append((ranks, collective.site, pick(tensors[0]).clone()))
+            positions, _ = count_positions(tensors[0])
+            line = SumLine(ranks=ranks, site=collective.site, hash=0, num_positions=positions)
+            self._sums.append((line, pick(tensors[0]).clone()))
 
     def _is_in_order(self) -> bool:
         if threading.get_ident() == self._thread:

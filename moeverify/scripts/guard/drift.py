@@ -8,6 +8,7 @@ from moeverify.results.guard import DriftCause
 from moeverify.scripts.guard.lines import StepRecord, exchange_activations
 from moeverify.scripts.record.lines import Options
 
+_SMALL = 16  # elements of a loss or a norm
 _SAME = 1e-5  # relative, of losses and largest outputs of equal computations
 
 
@@ -19,25 +20,51 @@ def find_cause(
     shared: Collection[str],
     *,
     right: Collection[str] = (),
-    has_parts: bool = False,
+    parts: Collection[str] = (),
+    share: tuple[int, int] | None = None,
+    summed: Collection[tuple[int, ...]] = (),
 ) -> DriftCause | None:
     """Return why replicas of a tensor differ after a step, or None if it is not known.
 
     `members` has the tensor's number by rank, and `gradients` compares their gradients (see `DriftFacts`).
-    `shared` are the modules whose weights are equal on these ranks, and `right` those of them where the
-    gradients of random weights are equal. `has_parts` says whether the ranks may
-    hold parts of other tensors, so that they are not data-parallel.
+    `shared` are the modules whose weights are equal on these ranks and that compute all positions, and `right`
+    those of them where the gradients of random weights are equal. `parts` are modules with other random
+    weights on each rank: with any, the ranks are not data-parallel. `share` is the one of `find_share`, and
+    `summed` are groups of ranks that add up activations.
     """
     known = {rank: number for rank, number in members.items() if rank in records}
     if gradients == "equal":
         return _find_options(name, known, records) or _find_writers(known, records)
-    if gradients != "differ" or not (has_parts or exchange_activations(tuple(known), records)):
+    if gradients != "differ" or not (parts or exchange_activations(tuple(known), records)):
         return None
+    for group in summed:
+        if set(group) <= known.keys() and len({records[rank].rows for rank in group}) > 1:
+            return DriftCause(kind="rows", ranks=group)
     rows = [records[rank].rows for rank in known]
     losses = [records[rank].losses for rank in known]
     if not rows[0] or any(each != rows[0] for each in rows) or not all(losses):
         return None
-    return _compare_passes(name, known, records, shared, right)
+    if share is not None:
+        is_lost = not all(_are_close(losses[0], each) for each in losses)
+        module = name.rpartition(".")[0]
+        return DriftCause(kind="sequence", module=module, counts=share, is_ambiguous=is_lost)
+    return _compare_passes(name, known, records, shared, right, parts)
+
+
+def find_source(members: Mapping[int, int], records: Mapping[int, StepRecord]) -> int | None:
+    """Return the rank whose values replace those of all other ranks after a step, or None.
+
+    The ranks have updated the tensor differently, and exchange no message and no sum of their gradients.
+    `members` is the one of `find_cause`.
+    """
+    ended = {records[rank].ended[number] for rank, number in members.items()}
+    stepped = {rank: records[rank].stepped[number] for rank, number in members.items()}
+    sources = [rank for rank, bits in stepped.items() if ended == {bits}]
+    if len(sources) != 1 or not all(stepped.values()) or len(stepped) < 2:
+        return None
+    groups = [group for rank in members for group in records[rank].groups]
+    is_reduced = any(group.is_message or group.largest_sum > _SMALL for group in groups)
+    return None if is_reduced or not all(records[rank].is_traced for rank in members) else sources[0]
 
 
 def _compare_passes(
@@ -46,6 +73,7 @@ def _compare_passes(
     records: Mapping[int, StepRecord],
     shared: Collection[str],
     right: Collection[str],
+    parts: Collection[str],
 ) -> DriftCause:
     """Return why gradients differ on ranks with equal rows, from losses and outputs; see `find_cause`."""
     losses = [records[rank].losses for rank in members]
@@ -54,14 +82,10 @@ def _compare_passes(
     if not all(_are_close(losses[0], each) for each in losses):
         return DriftCause(kind="forward", module=first)
     own, earlier = _find_earlier(name, records[min(members)])
-    if own not in unequal:
-        has_copies = not unequal and any(each in right for each in earlier)
-        return DriftCause(kind="parts" if has_copies else "backward", module=own if has_copies else "")
-    # A wrong value also reaches earlier modules, through the gradients of the layers around it.
-    is_known = [each in right or each in unequal for each in earlier if each in shared]
-    if is_known and all(is_known):
+    if own in unequal:
         return DriftCause(kind="local", module=first)
-    return DriftCause(kind="forward", module=first, is_ambiguous=True)
+    has_copies = own in parts or (not unequal and any(each in right for each in earlier))
+    return DriftCause(kind="parts" if has_copies else "backward", module=own)
 
 
 def _find_earlier(name: str, record: StepRecord) -> tuple[str, list[str]]:

@@ -23,9 +23,11 @@ def describe_groups(
     before the first backward pass.
     """
     largest: dict[tuple[int, ...], int] = {}
+    sums: dict[tuple[int, ...], int] = {}
     for record in trace.since(since):
         size = math.prod(record.shape) * max(record.num_tensors, 1)
-        largest[record.group] = max(largest.get(record.group, 0), size)
+        for sizes in (largest, sums) if "reduce" in record.op else (largest,):
+            sizes[record.group] = max(sizes.get(record.group, 0), size)
     return tuple(
         GroupLine(
             name=stream.group,
@@ -36,6 +38,7 @@ def describe_groups(
             num_before=before.get(stream, 0),
             hash=page.hash,
             largest=largest.get(stream.ranks, 0),
+            largest_sum=sums.get(stream.ranks, 0),
             entries=tuple(
                 (entry.signature, entry.site) for entry in trace.ledger.entries(stream)[:_MOST_ENTRIES]
             ),

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from moeverify.parallel.regions.local_shard import LocalShard
-from moeverify.parallel.regions.placement import is_partial, local_part
+from moeverify.parallel.regions.placement import is_partial, is_placed_alike, local_part
 from moeverify.parallel.regions.unseen import unseen
 from moeverify.scripts.guard.collective_watch import CollectiveWatch
 from moeverify.scripts.guard.data_ranks import find_data_ranks
@@ -24,16 +24,18 @@ from moeverify.scripts.guard.exchange import RankOutbox
 from moeverify.scripts.guard.finite import FiniteWatch
 from moeverify.scripts.guard.groups import list_groups
 from moeverify.scripts.guard.lines import Nonfinite, RankHeader, StepRecord
+from moeverify.scripts.guard.loose import LooseParameters
 from moeverify.scripts.guard.order import CallOrder
 from moeverify.scripts.guard.row_stream import RowStream
-from moeverify.scripts.guard.samples import is_varied, measure_samples
-from moeverify.scripts.guard.sampling import Sampling, describe_tensor
+from moeverify.scripts.guard.samples import count_positions, measure_samples
+from moeverify.scripts.guard.sampling import Sampling, describe_tensors
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.scripts.guard.update import UpdateWatch
 from moeverify.scripts.record.draw import find_batch, find_draw
 from moeverify.scripts.record.listener import ModelListener, identify, list_parameters, measure_norms
 from moeverify.scripts.record.model import has_parameters, hash_rows, is_number, list_dropouts, unwrap
 from moeverify.scripts.record.options import list_options
+from moeverify.scripts.record.outputs import find_tensor
 from moeverify.train.calls.call import LoopCall
 from moeverify.train.calls.listener import find_enclosing_step, find_scale, find_site, is_inner_file, safely
 from moeverify.verification.collectives.interception import Collective
@@ -67,7 +69,7 @@ class Guard(ModelListener):
         self._shards: list[LocalShard] = []
         self._finite = FiniteWatch()
         self._order = CallOrder()
-        self._detached = DetachedParts()
+        self._detached, self._loose = DetachedParts(), LooseParameters()
         self._learns = False  # whether the outermost pass has gradients
         self._collectives = CollectiveWatch(self._see_collective, trace)
         self._collectives.begin()
@@ -78,6 +80,8 @@ class Guard(ModelListener):
         self._num_bad = 0
         self._num_backward = 0
         self._sampling = Sampling()
+        self._num_positions = 0  # of the first batch
+        self._positions: dict[int, tuple[int, int]] = {}  # id of a module -> those of its output, features
         atexit.register(self.close)
 
     # Calls from hooks
@@ -110,6 +114,7 @@ class Guard(ModelListener):
         if tensor is None:
             return
         self._stream.add(tensor)
+        self._num_positions = self._num_positions or count_positions(tensor)[0]
         if self.is_sampled:
             self._sampling.rows.append(tuple(hash_rows(tensor)[:_MOST_ROWS].tolist()))
             self._sampling.data_site = self._sampling.data_site or find_draw(frame, tensor)
@@ -119,6 +124,17 @@ class Guard(ModelListener):
         """Keep the call sites of modules; see `Listener`."""
         if self._learns:
             self.model.note_use(module)
+
+    def leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Count the positions in the first output of each module; see `Listener`."""
+        super().leave_module(module, inputs, output)
+        if self._learns and self.step == 0 and id(module) not in self._positions:
+            self._note_output(module, output)
+
+    @safely
+    def _note_output(self, module: nn.Module, output: Any) -> None:
+        tensor = find_tensor(output)
+        self._positions[id(module)] = (0, 0) if tensor is None else count_positions(tensor)
 
     @safely
     def begin_epoch(self, sampler: DistributedSampler[Any]) -> None:
@@ -227,7 +243,7 @@ class Guard(ModelListener):
             shards = self.model.shards_of(optimizer)
             place = self.step, self.find_rank()[0]
             parts = self._detached.find(optimizer, shards, self.model.owners, self.model.uses, place)
-            self._sampling.findings += parts
+            self._sampling.findings += parts + self._loose.find(self.model, place)
             self._watch_updates(optimizer)
 
     def _watch_updates(self, optimizer: Optimizer) -> None:
@@ -359,15 +375,13 @@ class Guard(ModelListener):
         self._tensors = {id(shard.tensor): number for number, shard in enumerate(self._shards)}
         rank, world_size = self.find_rank()
         self._outbox = RankOutbox(self.settings.out, rank)
-        uses, varied = self.model.find_uses(), is_varied([shard.local() for shard in self._shards])
+        positions = self.model.list_by_parameter(self._positions)
         header = RankHeader(
             rank=rank,
             world_size=world_size,
-            tensors=tuple(
-                describe_tensor(shard, is_varied=each, site=uses.get(id(shard.tensor), ""))
-                for shard, each in zip(self._shards, varied, strict=True)
-            ),
+            tensors=describe_tensors(self._shards, self.model.find_uses(), positions),
             data_ranks=find_data_ranks(self.model.roots),
+            num_positions=self._num_positions,
             groups=list_groups(),
         )
         self._outbox.put_header(header)
@@ -384,7 +398,7 @@ class Guard(ModelListener):
         for (shard, _), bits in zip(found, hashes, strict=True):
             number = self._tensors[id(shard.tensor)]
             self._sampling.gradients[number] = bits, norms[id(shard.tensor)] ** 2
-            if shard.tensor.grad is not None and is_partial(shard.tensor.grad):
+            if shard.tensor.grad is not None and not is_placed_alike(shard.tensor, shard.tensor.grad):
                 self._sampling.partial.append(number)
         bad = next((shard.name for shard, _ in found if not math.isfinite(norms[id(shard.tensor)])), None)
         # With a scaler, nonfinite gradients are normal and their steps are skipped.

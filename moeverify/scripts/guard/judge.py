@@ -17,7 +17,7 @@ from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.exchange import Inbox
 from moeverify.scripts.guard.lines import GroupLine, RankHeader, StepRecord
 from moeverify.scripts.guard.norms import NormRule
-from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas, find_tied
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.scripts.record.sites import BACKWARD, CLIP, DATA, STEP, USED, list_sites
 from moeverify.train.calls.rules import find_emptied
@@ -79,7 +79,8 @@ class Judge:
             headers = self._inbox.headers
             stages = find_stages(sampled)
             equal, unequal = find_replicas(headers, sampled, stages)
-            self._replicas = ReplicaRule(equal, unequal, headers)
+            tied = find_tied(headers, sampled, stages)
+            self._replicas = ReplicaRule([*equal, *tied], unequal, headers)
             self._norms = NormRule(equal, unequal, len(headers))
             self._tokens = TokenRule(headers)
             self._copies = CopyRule(headers, stages)
@@ -288,12 +289,9 @@ def add_sites(
 def _choose(finding: Finding) -> tuple[str, ...]:
     if isinstance(finding.facts, NonfiniteFacts) and finding.facts.what == "output":
         return USED, DATA
-    if (
-        isinstance(finding.facts, DriftFacts)
-        and finding.facts.cause is not None
-        and finding.facts.cause.module
-    ):
-        return USED, BACKWARD
+    cause = finding.facts.cause if isinstance(finding.facts, DriftFacts) else None
+    if cause is not None and (cause.module or cause.kind == "rows"):
+        return (USED if cause.module else DATA), BACKWARD
     chosen: Mapping[str, tuple[str, ...]] = {
         GuardCheck.REPLICAS: (STEP, BACKWARD, USED),
         GuardCheck.EXPERTS: (USED,),

@@ -16,7 +16,7 @@ class TensorLine(Record):
 
     `mesh` has the global ranks of a DTensor's mesh and is empty for a plain tensor. `eps` is the dtype's
     machine epsilon. `is_varied` means that its initial values are not all equal. `site` is the file:line that
-    calls its module.
+    calls its module, and `num_positions` the size of the module's first output divided by its last dim.
     """
 
     name: str
@@ -27,18 +27,21 @@ class TensorLine(Record):
     eps: float = 0.0
     is_varied: bool = True
     site: str = ""
+    num_positions: int = 0
 
 
 class RankHeader(Record):
     """The first record of a rank. `data_ranks` share the global batch with it by DDP or FSDP.
 
-    `groups` has the mesh axis and global ranks of each of the rank's process groups.
+    `groups` has the mesh axis and global ranks of each of the rank's process groups. `num_positions` counts
+    those of the first batch, such as its tokens.
     """
 
     rank: int
     world_size: int
     tensors: tuple[TensorLine, ...]
     data_ranks: tuple[int, ...] = ()
+    num_positions: int = 0
     groups: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
@@ -54,7 +57,8 @@ class GroupLine(Record):
     """The collectives of a step on one process group: their number, largest element count, and combined hash.
 
     A step begins after the previous optimizer step. `num_before` of the collectives were issued before the
-    step's first backward pass. `entries` has the first ones as (signature, call site) from the ledger.
+    step's first backward pass, and `largest_sum` is the largest element count of a reduction. `entries` has the
+    first ones as (signature, call site) from the ledger.
     """
 
     name: str
@@ -65,15 +69,17 @@ class GroupLine(Record):
     num_before: int = 0
     hash: int
     largest: int = 0
+    largest_sum: int = 0
     entries: tuple[tuple[str, str], ...] = ()
 
 
 class SumLine(Record):
-    """A reduction over `ranks` in a forward pass: its call site, and the hash of a sample of its operand."""
+    """A reduction over `ranks` in a forward pass: its call site, and positions and hash of its operand."""
 
     ranks: tuple[int, ...]
     site: str
     hash: int
+    num_positions: int = 0
 
 
 class PassHashes(Record):
@@ -102,7 +108,7 @@ class StepRecord(Record):
       norms.
     - `squares`: sums of squares of the local gradients at the optimizer step.
     - `before`: the same at the end of the last backward pass or before the clip.
-    - `partial`: numbers of the tensors whose gradients are unreduced partial sums.
+    - `partial`: numbers of the tensors whose gradients have other placements, such as unreduced partial sums.
     - `forgotten`: names of the parameters that no optimizer has; `is_replaced` if optimizers hold an old copy
       of them, `is_idle` if none has ever got a gradient, and `is_known_kind` if all of them are recomputed.
     - `losses`: values at which backward passes began.

@@ -64,7 +64,9 @@ class NormRule:
         """Return the norms of this step that cannot be judged, with the reason."""
         found = []
         if any(record.partial for record in records.values()):
-            found.append("gradient norms: gradients are partial sums when the optimizer gets them")
+            found.append(
+                "gradient norms: gradients are partial sums, or have other shards than their parameters"
+            )
         if _has_scaler(records) and not any(record.clips for record in records.values()):
             found.append("norms of the script's own clip: the gradient scaler changes gradients too")
         return found

@@ -19,6 +19,7 @@ from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding, make_finding
 from moeverify.results.script import CallFacts, CallRule, ScriptCheck
 from moeverify.train.calls.call import LoopCall
+from moeverify.train.calls.options import find_option_sites
 from moeverify.train.calls.rules import (
     backward_range,
     drop_skipped,
@@ -62,6 +63,7 @@ class CallOrder:
         self._streaks: dict[CallRule, int] = {}
         self._broken: list[CallFacts] = []
         self._kept = 0.0
+        self._renewed: CallFacts | None = None  # of an optimizer that has replaced another one
         self._has_gradients = False
         self._num_steps = 0
         self._has_trained = False  # whether a step had forward passes in training mode
@@ -69,6 +71,12 @@ class CallOrder:
 
     def see_step(self, optimizer: Optimizer, kept: Mapping[int, float]) -> None:
         """Add an optimizer's step; `kept` has gradient norms before the first backward pass, by parameter."""
+        parameters = _list_ids(optimizer)
+        for key, each in list(self._optimizers.items()):
+            if each.state and not optimizer.state and parameters == _list_ids(each):
+                del self._optimizers[key]
+                site = next(iter(find_option_sites(optimizer.param_groups[0]).values()), "")
+                self._renewed = CallFacts(rule=CallRule.NEW_OPTIMIZER, site=site, expected=1, actual=2)
         self._optimizers[id(optimizer)] = optimizer
         self._stepped.add(id(optimizer))
         given = (each for group in optimizer.param_groups for each in group["params"])
@@ -123,7 +131,7 @@ class CallOrder:
         names = [call.name for call in calls]
         self._num_steps += 1
         # Two passes over the same rows (sharpness-aware minimization) discard the first gradients on purpose.
-        broken: list[CallFacts | None] = [find_scaled_clip(calls), find_scaled_step(calls)]
+        broken: list[CallFacts | None] = [find_scaled_clip(calls), find_scaled_step(calls), self._renewed]
         broken += [] if _repeats(rows) else [find_misplaced_clip(calls)]
         self._has_trained |= "forward" in names
         in_eval = find_eval(calls) if self._has_trained or num_dropouts else None
@@ -142,7 +150,7 @@ class CallOrder:
         self._streaks = {rule: self._streaks.get(rule, 0) + 1 for rule in found}
         self._broken += [facts for rule, facts in found.items() if self._streaks[rule] == _TIMES]
         self._stepped_before, self._stepped = self._stepped, set()
-        self._kept, self._has_gradients = 0.0, False
+        self._kept, self._has_gradients, self._renewed = 0.0, False, None
 
     def list_unjudged(self, *, has_closure: bool) -> list[str]:
         """Return the rules that do not apply to this script, with the reason."""
@@ -189,6 +197,10 @@ class CallOrder:
         if 2 * len(others) > len(shards) and not self.is_replaced:
             return ()
         return tuple(shard.name for shard in found)
+
+
+def _list_ids(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
 def _repeats(rows: Sequence[tuple[int, ...]]) -> bool:

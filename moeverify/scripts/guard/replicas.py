@@ -9,8 +9,9 @@ from typing import Literal
 
 from moeverify.results.finding import Finding, make_finding
 from moeverify.results.guard import DriftCause, DriftFacts, GuardCheck
-from moeverify.scripts.guard.drift import find_cause
+from moeverify.scripts.guard.drift import find_cause, find_source
 from moeverify.scripts.guard.lines import RankHeader, StepRecord, TensorLine, exchange_activations
+from moeverify.scripts.guard.sequence import divides_heads, find_share
 
 _ROUNDING = (
     16 * 2.0**-24
@@ -91,6 +92,27 @@ def find_replicas(
     return equal, unequal
 
 
+def find_tied(
+    headers: Mapping[int, RankHeader], first: Mapping[int, StepRecord], stages: Mapping[int, int]
+) -> list[ReplicaSet]:
+    """Return whole matrices with equal random values in several pipeline stages, such as a tied embedding.
+
+    Those of numbered layers are left out: they may begin with one pattern in every layer.
+    """
+    found: dict[object, list[Shard]] = {}
+    for rank, header in headers.items():
+        began = first[rank].began if rank in first else ()
+        for number, (tensor, bits) in enumerate(zip(header.tensors, began, strict=False)):
+            is_matrix = len(tensor.shape) > 1 and tensor.is_whole and tensor.is_varied
+            if is_matrix and not any(part.isdigit() for part in tensor.name.split(".")):
+                found.setdefault((tensor.shape, bits), []).append(Shard(ShardId(rank, number), tensor, bits))
+    return [
+        ReplicaSet(each[0].tensor.name, each[0].tensor, [shard.member for shard in each])
+        for each in found.values()
+        if len({stages.get(shard.member.rank, 0) for shard in each}) > 1
+    ]
+
+
 def _read_key(key: object) -> tuple[tuple[int, ...], int, int]:
     assert isinstance(key, tuple)
     mesh, bits, rank = key
@@ -142,13 +164,28 @@ class ReplicaModules:
             for key in ((module, False), (module, True)):
                 if {one, two} <= self._holders.get(key, frozenset()):
                     is_equal = any({one, two} <= ranks for ranks in self._equal[key])
-                    return is_equal or self._has_equal_outputs(name.rpartition(".")[0], one, two)
+                    return is_equal or self._has_equal_use(name, one, two)
         return two in self._headers[one].data_ranks
 
+    def _has_equal_use(self, name: str, one: int, two: int) -> bool:
+        """Return whether a module of two ranks with the same rows has equal outputs, or divides other dims.
+
+        A vector that a module applies to a part of the positions or heads is the same for the other parts.
+        """
+        module = name.rpartition(".")[0]
+        lines = (line for line in self._headers[one].tensors if line.name == name)
+        if any(len(line.shape) == 1 for line in lines) and not is_expert(name):
+            place = name, (one, two), self._headers, self._first
+            if find_share(*place) or (self._is_constant(module, one) and divides_heads(*place)):
+                return True
+        return self._is_constant(module, one) and self._has_equal_outputs(module, one, two)
+
+    def _is_constant(self, module: str, rank: int) -> bool:
+        lines = self._headers[rank].tensors
+        return not any(line.is_varied and line.name.startswith(f"{module}.") for line in lines)
+
     def _has_equal_outputs(self, module: str, one: int, two: int) -> bool:
-        """Return whether a module of constants alone has the same outputs on two ranks with the same rows."""
-        if any(line.is_varied and line.name.startswith(f"{module}.") for line in self._headers[one].tensors):
-            return False
+        """Return whether a module has the same outputs on two ranks with the same rows."""
         records = [self._first[rank] for rank in (one, two) if rank in self._first]
         outputs = [[value for name, value in record.outputs if name == module] for record in records]
         is_same_batch = len(records) > 1 and bool(records[0].rows) and records[0].rows == records[1].rows
@@ -194,7 +231,9 @@ class ReplicaRule:
                 if number == _TIMES:
                     key = (replicas.ranks, gradients, is_expert(replicas.name), "start")
                     found.setdefault(key, []).append((replicas, _measure(replicas, records)))
-        self._is_done = bool(found)
+        step = next(iter(records.values())).step
+        overwritten = [] if found else list(self._find_overwritten(step, records))
+        self._is_done = bool(found or overwritten)
         # A norm counts wrong gradients too, so ranks whose gradients differ also clip differently.
         apart = {ranks for ranks, gradients, *_ in found if gradients == "differ"}
         found = {key: sets for key, sets in found.items() if key[1] != "clipped apart" or key[0] not in apart}
@@ -202,12 +241,28 @@ class ReplicaRule:
         # Small differences are consequences of the wrong tensor, through a norm over all tensors for
         # example.
         found = {key: [each for each in sets if each[1] >= _MAIN * largest] for key, sets in found.items()}
-        step = next(iter(records.values())).step
-        return [
-            _make_finding(step, key, sets, self._explain(key, sets, records))
+        return overwritten + [
+            _make_finding(
+                step, key, sets, self._explain(key, sets, records), _list_groups(sets[0][0], records)
+            )
             for key, sets in found.items()
             if sets
         ]
+
+    def _find_overwritten(self, step: int, records: Mapping[int, StepRecord]) -> Iterator[Finding]:
+        """Yield a finding if one rank's values replace different ones of others, in two steps."""
+        found: dict[tuple[tuple[int, ...], int], list[tuple[ReplicaSet, float]]] = {}
+        for replicas in self.equal:
+            members = {each.rank: each.number for each in replicas.members}
+            if members.keys() <= records.keys() and _compare_gradients(replicas, records) == "differ":
+                source = find_source(members, records)
+                number = 0 if source is None else self._num_times.get((replicas.name, "source"), 0) + 1
+                self._num_times[replicas.name, "source"] = number
+                if source is not None and number >= _TIMES:
+                    found.setdefault((replicas.ranks, source), []).append((replicas, 0.0))
+        for (ranks, source), sets in found.items():
+            cause = DriftCause(kind="overwrite", ranks=(source,))
+            yield _make_finding(step, (ranks, "differ", False, "update"), sets, cause)
 
     def _explain(
         self, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], records: Mapping[int, StepRecord]
@@ -221,13 +276,41 @@ class ReplicaRule:
         apart = {each.name.rpartition(".")[0] for each in self.equal if each.name not in whole}
         shared = {name.rpartition(".")[0] for name in whole} - apart
         members = {member.rank: member.number for member in worst.members}
-        has_parts = any(set(ranks) <= set(each.ranks) and each.tensor.is_varied for each in self.unequal)
+        parts = {
+            each.name.rpartition(".")[0]
+            for each in self.unequal
+            if set(ranks) <= set(each.ranks) and each.tensor.is_varied
+        }
+        divided = {
+            name.rpartition(".")[0] for name in whole if find_share(name, ranks, self.headers, records)
+        }
         alike = (each for each in self.equal if set(ranks) <= set(each.ranks) and each.tensor.is_varied)
         same = [each for each in alike if _compare_gradients(each, records) in ("equal", "clipped apart")]
         right = {each.name.rpartition(".")[0] for each in same}
         return find_cause(
-            worst.name, members, records, gradients, shared, right=right & shared, has_parts=has_parts
+            worst.name,
+            members,
+            records,
+            gradients,
+            shared - divided,
+            right=right & shared,
+            parts=parts,
+            share=find_share(worst.name, ranks, self.headers, records),
+            summed=self._find_summed(records),
         )
+
+    def _find_summed(self, records: Mapping[int, StepRecord]) -> list[tuple[int, ...]]:
+        """Return the groups of ranks that add up activations of their batches, without data-parallel wrappers.
+
+        Ranks that gather the tokens of all their batches for experts have more positions.
+        """
+        own = [(self.headers[rank], record) for rank, record in records.items() if rank in self.headers]
+        sums = [(header, line) for header, record in own for line in record.sums]
+        return [
+            line.ranks
+            for header, line in sums
+            if line.num_positions == header.num_positions and not set(line.ranks) <= set(header.data_ranks)
+        ]
 
     def has_unequal_replicas(self, records: Mapping[int, StepRecord]) -> bool:
         """Return whether tensors with different values are replicas, so that no norm is right.
@@ -303,13 +386,28 @@ def _compare_gradients(replicas: ReplicaSet, records: Mapping[int, StepRecord]) 
     return "clipped apart" if is_same else "differ"
 
 
+def _list_groups(replicas: ReplicaSet, records: Mapping[int, StepRecord]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of ranks with equal gradients, or none if all gradients are equal or all differ."""
+    found: dict[int, list[int]] = {}
+    for member in replicas.members:
+        gradients = records[member.rank].gradients if member.rank in records else ()
+        if member.number < len(gradients):
+            found.setdefault(gradients[member.number], []).append(member.rank)
+    is_divided = 1 < len(found) < sum(map(len, found.values()))
+    return tuple(map(tuple, found.values())) if is_divided else ()
+
+
 def is_expert(name: str) -> bool:
     """Return whether a parameter belongs to one of several experts, judged by its FQN."""
     return any("expert" in part and "shared" not in part for part in name.split("."))
 
 
 def _make_finding(
-    step: int, key: _Key, sets: Sequence[tuple[ReplicaSet, float]], cause: DriftCause | None
+    step: int,
+    key: _Key,
+    sets: Sequence[tuple[ReplicaSet, float]],
+    cause: DriftCause | None,
+    groups: tuple[tuple[int, ...], ...] = (),
 ) -> Finding:
     ranks, gradients, are_experts, since = key
     distance = max(each for _, each in sets)
@@ -319,6 +417,7 @@ def _make_finding(
         gradients=gradients,
         distance=distance,
         are_experts=are_experts,
+        groups=groups,
         cause=cause,
     )
     return make_finding(GuardCheck.REPLICAS, sets[0][0].name, step, ranks, facts, error=distance)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moeverify.hashing import hash_counter, key_of
+from moeverify.parallel.regions.placement import local_part
 from moeverify.verification.compare.difference import INTEGERS, hash_words
 
 NUM_ELEMENTS = 256
@@ -64,6 +65,13 @@ def is_varied(tensors: Sequence[Tensor]) -> list[bool]:
         for (number, _), value in zip(flags, values, strict=True):
             found[number] = bool(value)
     return found
+
+
+def count_positions(tensor: Tensor) -> tuple[int, int]:
+    """Return the numbers of positions and features of a local tensor; features are the last dim of floats."""
+    local = local_part(tensor)
+    features = local.shape[-1] if local.ndim and local.is_floating_point() else 1
+    return local.numel() // max(features, 1), features
 
 
 def pick(tensor: Tensor) -> Tensor:

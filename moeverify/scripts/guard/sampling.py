@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moeverify.parallel.regions.local_shard import LocalShard
 from moeverify.results.finding import Finding
 from moeverify.scripts.guard.lines import ClipLine, Nonfinite, SumLine, TensorLine
+from moeverify.scripts.guard.samples import is_varied
 from moeverify.scripts.record.lines import Options
 from moeverify.train.calls.call import LoopCall
 
@@ -68,19 +70,37 @@ class Sampling:
         )
 
 
-def describe_tensor(shard: LocalShard, *, is_varied: bool, site: str) -> TensorLine:
-    """Return the description of a shard for the judge."""
-    parameter = shard.tensor
-    mesh = (
-        tuple(sorted(parameter.device_mesh.mesh.flatten().tolist())) if isinstance(parameter, DTensor) else ()
+def describe_tensors(
+    shards: Sequence[LocalShard], uses: Mapping[int, str], positions: Mapping[int, tuple[int, int]]
+) -> tuple[TensorLine, ...]:
+    """Return descriptions of shards for the judge.
+
+    By id of the parameter, `uses` has the call sites of modules, and `positions` the numbers of positions and
+    features of their outputs.
+    """
+    varied = is_varied([shard.local() for shard in shards])
+    return tuple(
+        TensorLine(
+            name=shard.name,
+            shape=shard.region.shape,
+            region=shard.region.key,
+            is_whole=shard.region.is_whole,
+            mesh=_list_ranks(shard.tensor),
+            eps=torch.finfo(shard.tensor.dtype).eps if shard.tensor.is_floating_point() else 0.0,
+            is_varied=is_one,
+            site=uses.get(id(shard.tensor), ""),
+            num_positions=_choose_positions(shard.tensor, positions.get(id(shard.tensor), (0, 0))),
+        )
+        for shard, is_one in zip(shards, varied, strict=True)
     )
-    return TensorLine(
-        name=shard.name,
-        shape=shard.region.shape,
-        region=shard.region.key,
-        is_whole=shard.region.is_whole,
-        mesh=mesh,
-        eps=torch.finfo(parameter.dtype).eps if parameter.is_floating_point() else 0.0,
-        is_varied=is_varied,
-        site=site,
-    )
+
+
+def _list_ranks(parameter: Tensor) -> tuple[int, ...]:
+    if not isinstance(parameter, DTensor):
+        return ()
+    return tuple(sorted(parameter.device_mesh.mesh.flatten().tolist()))
+
+
+def _choose_positions(parameter: Tensor, positions: tuple[int, int]) -> int:
+    # A vector of another size, such as one for each channel of an image, is not applied along the last dim.
+    return positions[0] if parameter.ndim != 1 or len(parameter) == positions[1] else 0

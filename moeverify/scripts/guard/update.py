@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from moeverify.cases.schema import Optimizer as OptimizerSpec
 from moeverify.parallel.regions.local_shard import LocalShard
+from moeverify.parallel.regions.placement import is_placed_alike
 from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
 from moeverify.results.finding import Finding
@@ -49,19 +50,28 @@ class UpdateWatch:
         self._optimizer = optimizer
         by_id = {id(shard.tensor): shard for shard in shards}
         self._groups: list[tuple[dict[str, Any], list[Sampled]]] = []
+        self._num_apart = 0  # parameters whose gradients have other placements
         wanted = _Wanted()
         for group in optimizer.param_groups:
             kind = find_kind(optimizer, group)
             members = [
                 self._begin(by_id[id(parameter)], kind, wanted)
                 for parameter in group["params"]
-                if kind is not None and id(parameter) in by_id and parameter.grad is not None
+                if kind is not None and id(parameter) in by_id and self._is_comparable(parameter)
             ]
             self._groups.append((group, members))
         wanted.take()
 
+    def _is_comparable(self, parameter: Tensor) -> bool:
+        if parameter.grad is None or is_placed_alike(parameter, parameter.grad):
+            return parameter.grad is not None
+        self._num_apart += 1
+        return False
+
     def list_unjudged(self) -> list[str]:
-        """Return a note if the arithmetic of the optimizer is unknown."""
+        """Return a note if updates are not recomputed: the arithmetic or the gradient's placement is another."""
+        if self._num_apart:
+            return [f"updates of {self._num_apart} parameters: their gradients have other placements"]
         if all(find_kind(self._optimizer, group) is not None for group in self._optimizer.param_groups):
             return []
         return [f"updates of {type(self._optimizer).__name__}: they are not recomputed with these options"]

@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from moeverify.scripts.record.variables import name_by_variables
 from moeverify.train.calls.listener import find_site
 from moeverify.verification.compare.difference import hash_words
 
+V = TypeVar("V")
 ROOT = "model"
 """Name of an outermost module."""
 _NARROW = (torch.float16, torch.bfloat16)
@@ -72,11 +73,16 @@ class WatchedModel:
 
     def find_uses(self) -> dict[int, str]:
         """Return the first call sites of the modules that own parameters, by id of the parameter."""
+        return self.list_by_parameter(self._uses)
+
+    def list_by_parameter(self, values: Mapping[int, V]) -> dict[int, V]:
+        """Return values of modules, given by id, by the ids of the parameters that the modules own."""
         return {
-            id(parameter): self._uses.get(id(module), "")
+            id(parameter): values[id(module)]
             for owner in self.owners
             for module in owner.modules()
             for parameter in module.parameters(recurse=False)
+            if id(module) in values
         }
 
     def learn(self, module: nn.Module) -> None:

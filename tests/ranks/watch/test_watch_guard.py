@@ -43,6 +43,49 @@ def test_a_right_script_is_silent(tmp_path: Path, python: ForkedPython, argument
     assert not list(tmp_path.glob("rank*"))
 
 
+@pytest.mark.parametrize(
+    ("bug", "kind", "call"),
+    [
+        ("", "", ""),
+        ("inner-norms", "sequence", "self.norm(x)"),
+        ("heads", "local", "self.heads("),
+        ("scatter", "backward", "self.embed("),
+        ("no-gather", "sequence", "self.head("),
+    ],
+)
+def test_a_missing_exchange_of_parts_of_the_sequence_is_found(
+    tmp_path: Path, python: ForkedPython, bug: str, kind: str, call: str
+) -> None:
+    done, findings = guard(tmp_path, "train_sp.py", "--bug", bug, python=python)
+    assert done.returncode == 0, done.stderr
+    lines = enumerate((PROGRAMS / "train_sp.py").read_text().splitlines(), 1)
+    used = [f"train_sp.py:{number}" for number, line in lines if call in line]
+    found = [(each["facts"]["cause"]["kind"], each["sites"][0]["site"]) for each in findings]
+    assert found == ([(kind, used[-1])] if bug else [])
+
+
+@pytest.mark.parametrize(
+    ("program", "bug", "tensor", "kind", "call"),
+    [
+        ("train_fsdp_tp.py", "tp-data", "embed.weight", "rows", "batch = torch.randint("),
+        ("train_pp.py", "", "", "", ""),
+        ("train_pp.py", "tied", "embed.weight", "", "optimizer.step()"),
+        ("train_layouts.py", "broadcast --layout manual", "embed.weight", "overwrite", "optimizer.step()"),
+    ],
+)
+def test_replicas_that_are_not_reduced_are_found_by_rows_stages_and_broadcasts(
+    tmp_path: Path, python: ForkedPython, program: str, bug: str, tensor: str, kind: str, call: str
+) -> None:
+    done, findings = guard(tmp_path, program, "--bug", *(bug.split() or [""]), python=python)
+    assert done.returncode == 0, done.stderr
+    lines = enumerate((PROGRAMS / program).read_text().splitlines(), 1)
+    used = [f"{program}:{number}" for number, line in lines if call in line]
+    causes = [(each["facts"]["cause"] or {"kind": ""})["kind"] for each in findings]
+    found = [(each["tensor"], each["sites"][0]["site"]) for each in findings]
+    assert found == ([(tensor, used[0])] if bug else [])
+    assert causes == ([kind] if bug else [])
+
+
 def test_a_bug_is_found_without_another_run(tmp_path: Path, python: ForkedPython) -> None:
     done, findings = guard(tmp_path, "train_ep.py", "--bug", "late-zero", "--steps", "4", python=python)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from moeverify.report.words.guard import describe_facts
 from moeverify.report.words.run import word_finding
 from moeverify.results.facts import Facts
 from moeverify.results.finding import Finding
-from moeverify.results.guard import TokenFacts
+from moeverify.results.guard import DriftCause, DriftFacts, TokenFacts
 from moeverify.results.observation import AmbiguousCount
 from moeverify.results.place import UserCall
 from moeverify.results.script import CallFacts, CallRule, CopyFacts, MemberFacts
@@ -42,10 +42,50 @@ def make_finding(facts: Facts | None, *sites: str, **changes: Any) -> Finding:
         (CallFacts(rule=CallRule.CLIP, actual=1), "clipped in one of the runs only"),
         (MemberFacts(which="replaced"), "built before the model was wrapped"),
         (MemberFacts(which="idle"), "its steps change nothing"),
+        (CallFacts(rule=CallRule.NEW_OPTIMIZER), "begins without the moments of the one before"),
     ],
 )
 def test_a_fact_has_its_sentence(facts: Facts, said: str) -> None:
     assert said in describe_facts(facts, make_finding(facts)).cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "said", "where"),
+    [
+        (
+            DriftCause(kind="sequence", module="norm", counts=(4, 8)),
+            "norm with its part of the sequence, 4 of 8 positions, and gradients are not reduced over the ranks",
+            "norm",
+        ),
+        (
+            DriftCause(kind="sequence", module="head", counts=(4, 8), is_ambiguous=True),
+            "or a gather in front of it is missing",
+            "head",
+        ),
+        (
+            DriftCause(kind="local", module="up"),
+            "same loss; the output of up is the first that differs",
+            "up",
+        ),
+        (DriftCause(kind="backward", module="up"), "lacks a sum or a gather over the ranks", "backward pass"),
+        (DriftCause(kind="forward"), "have the same rows and compute other losses", "forward pass"),
+        (DriftCause(kind="forward", module="up"), "a sum over the ranks is missing there, or random", "up"),
+        (DriftCause(kind="rows", ranks=(0, 1)), "but have different rows of the batch", "data"),
+        (DriftCause(kind="overwrite", ranks=(0,)), "of rank 0 replace those of the other ranks", "weights"),
+    ],
+)
+def test_a_cause_of_a_drift_has_its_sentence(cause: DriftCause, said: str, where: str) -> None:
+    facts = DriftFacts(names=("up",), since="update", gradients="differ", distance=0.1, cause=cause)
+    words = describe_facts(facts, make_finding(facts))
+    assert said in words.cause
+    assert words.where == where
+
+
+def test_ranks_with_equal_gradients_are_listed() -> None:
+    facts = DriftFacts(
+        names=("up",), since="update", gradients="differ", distance=0.1, groups=((0, 1), (2, 3), (4,))
+    )
+    assert "are equal on ranks 0, 1 and on ranks 2, 3" in describe_facts(facts, make_finding(facts)).cause
 
 
 def test_the_first_line_of_a_finding_is_its_place_and_all_are_evidence() -> None:

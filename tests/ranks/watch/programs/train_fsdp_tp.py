@@ -110,6 +110,8 @@ def main() -> None:
         dist.init_process_group("gloo")
         mesh = parallelize(model, options, bug)
         data_rank, data_ranks = mesh["dp"].get_local_rank(), mesh["dp"].size()
+        if bug == "tp-data":  # ranks of tp get different rows
+            data_rank, data_ranks = dist.get_rank(), world
     named = [(n, p) for n, p in model.named_parameters() if bug != "forgotten" or "norm" not in n]
     optimizer = torch.optim.AdamW([p for _, p in named], lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))

@@ -134,13 +134,16 @@ def train(options):
                     work.wait()
             loss = F.cross_entropy(logits.float().flatten(0, 1), part[:, 1:].flatten())
             (loss / MICRO_BATCHES).backward()
-        if options.layout == "manual":
+        if options.layout == "manual" and options.bug != "broadcast":
             for p in model.parameters():
                 dist.all_reduce(p.grad)
                 p.grad /= data_ranks
         clip(model, options)
         optimizer.step()
         scheduler.step()
+        if options.bug == "broadcast":  # instead of a reduction of gradients
+            for p in model.parameters():
+                dist.broadcast(p.data, 0)
         if options.bug == "nan" and step == 6 and rank == 1:
             with torch.no_grad():
                 model.module.blocks[1].up.weight[3, 5] = float("nan")

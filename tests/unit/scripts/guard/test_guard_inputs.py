@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 
 from moeverify.results.guard import GuardCheck
-from moeverify.results.script import ScriptCheck
+from moeverify.results.script import MemberFacts, ScriptCheck
 from moeverify.scripts.guard.exchange import Inbox
 from moeverify.scripts.guard.guard import Guard
 from moeverify.scripts.guard.judge import Judge
@@ -34,6 +34,19 @@ class Crops(nn.Module):
     def forward(self, crops: list[Tensor]) -> Tensor:
         hidden = self.body(torch.cat(crops))
         output: Tensor = self.head(hidden.detach() if self.detaches else hidden)
+        return output
+
+
+class Loose(Crops):
+    """A model with parameters and layers in containers that torch does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = {"first": nn.Parameter(torch.ones(8))}
+        self.layers = [nn.Linear(8, 8, bias=False)]
+
+    def forward(self, crops: list[Tensor]) -> Tensor:
+        output: Tensor = self.layers[0](super().forward(crops)) * self.scales["first"]
         return output
 
 
@@ -88,6 +101,38 @@ def test_a_layer_whose_gradients_the_script_drops_is_frozen_and_not_detached(tmp
     model = Crops()
     assert not list_checks(train(tmp_path / "frozen", model, after_backward=model.head.zero_grad))
     assert list_checks(train(tmp_path / "detached", Crops(detaches=True))) == [ScriptCheck.PARAMETERS]
+
+
+def test_parameters_outside_of_models_and_optimizers_are_found(tmp_path: Path) -> None:
+    model = Loose()
+    records = train(tmp_path / "forgotten", model)
+    (finding,) = [finding for record in records for finding in record.findings]
+    assert isinstance(finding.facts, MemberFacts)
+    assert finding.facts.which == "missing"
+    assert (finding.tensor, *finding.facts.others) == ("layers.0.weight", "scales.first")
+    lines = enumerate(Path(__file__).read_text().splitlines(), 1)
+    call = next(number for number, line in lines if "self.layers[0](" in line)
+    assert [each.site for each in finding.sites] == [f"test_guard_inputs.py:{call}"]
+
+
+def test_parameters_that_a_script_updates_or_no_longer_uses_are_not_forgotten(tmp_path: Path) -> None:
+    model = Loose()
+    loose = [model.scales["first"], model.layers[0].weight]
+
+    def update() -> None:
+        with torch.no_grad():
+            torch._foreach_sub_(loose, [0.1 * each.grad for each in loose if each.grad is not None])
+
+    assert not list_checks(train(tmp_path / "updated", model, after_backward=update))
+    later = Adam(loose, lr=0.1)  # steps less often than the other optimizer
+    assert not list_checks(train(tmp_path / "known", model))
+    del later
+    loose[1].grad = None
+    loose[0].untyped_storage().resize_(0)  # as FSDP frees the parameters that it had gathered
+    records = train(tmp_path / "freed", Crops())
+    assert (len(records), list_checks(records)) == (NUM_STEPS, [])
+    assert loose[0].grad is not None  # still there, beside another model
+    assert not list_checks(train(tmp_path / "unused", Crops()))
 
 
 def test_updates_of_an_optimizer_that_another_one_steps_are_recomputed(

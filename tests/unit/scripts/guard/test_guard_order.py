@@ -174,6 +174,37 @@ def test_what_is_thrown_away_on_purpose_is_no_finding() -> None:
     assert not find((*skipped, "forward", "backward", "scaler unscale", "scaler step", "optimizer step"))
 
 
+@pytest.mark.parametrize(
+    ("momentum", "renews", "rules"), [(0.9, True, ["new-optimizer"]), (0.9, False, []), (0.0, True, [])]
+)
+def test_an_optimizer_that_each_step_makes_anew_loses_its_moments(
+    momentum: float, renews: bool, rules: list[str]
+) -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    optimizer, order, found = torch.optim.SGD(parameters, lr=0.1, momentum=momentum), CallOrder(), []
+    for step in range(5):
+        if renews:
+            optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=momentum)
+        parameters[0].grad = torch.ones(2)
+        order.see_step(optimizer, {})
+        optimizer.step()
+        order.end_step(make_calls(*RIGHT), [])
+        found += [finding.tensor for finding in order.find(step, 0)]
+    assert found == rules
+
+
+def test_two_optimizers_of_the_same_parameters_keep_their_moments() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    both, order = [torch.optim.SGD(parameters, lr=0.1, momentum=0.9) for _ in range(2)], CallOrder()
+    for step in range(6):
+        parameters[0].grad = torch.ones(2)
+        order.see_step(both[step % 2], {})
+        both[step % 2].step()
+        order.end_step(make_calls(*RIGHT), [])
+        assert not order.find(step, 0)
+    assert any("several optimizers" in text for text in order.list_unjudged(has_closure=False))
+
+
 def make_calls(*names: str, limit: float = 1.0, site: str = "a") -> list[LoopCall]:
     """Return calls whose clips have a limit, and a scaler with the loss scale 1024."""
     return [

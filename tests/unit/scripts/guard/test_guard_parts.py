@@ -11,7 +11,7 @@ from moeverify.results.script import CopyFacts
 from moeverify.scripts.guard.copies import CopyRule
 from moeverify.scripts.guard.judge import add_sites, find_stages
 from moeverify.scripts.guard.lines import GroupLine, PassHashes, RankHeader, StepRecord, SumLine, TensorLine
-from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
+from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas, find_tied
 from moeverify.scripts.guard.tokens import TokenRule
 from moeverify.train.calls.call import LoopCall
 
@@ -81,6 +81,51 @@ def test_equal_constants_of_a_module_with_equal_outputs_are_replicas(
     assert sum(each.name == constant.name for each in equal) == num_sets
 
 
+def find_divided(positions: int, *, group: int = 2, **changes: object) -> list[DriftFacts]:
+    """Return findings for a vector of 2 of the ranks, each with as many of 8 positions, beside sharded values."""
+    norm = make_tensor("block.norm.weight", is_varied=False)
+    own = norm.model_copy(update={"num_positions": positions, **changes})
+    more = {"num_positions": 8, "groups": (("tp", tuple(range(group))),)}
+    headers = {
+        rank: header.model_copy(update=more)
+        for rank, header in make_headers(own, make_tensor("block.up.weight")).items()
+    }
+    rule = ReplicaRule(*find_replicas(headers, make_records((0, 1), (0, 2), rows=((5, 6),))), headers)
+    records = make_records((7, 1), (8, 2), rows=((5, 6),), exchanged=((0, 1),), losses=(3.0,))
+    for rank in records:
+        changed = {"gradients": (rank + 5, 9), "squares": (1.0, 1.0), "before": (1.0 + rank, 1.0)}
+        numbers = {"norms": (1.0, 1.0), "projections": ((0.5 + rank,) * 4, (0.5,) * 4)}
+        records[rank] = records[rank].model_copy(update=changed | numbers)
+    return [each.facts for each in rule.find(records) if isinstance(each.facts, DriftFacts)]
+
+
+@pytest.mark.parametrize(
+    "positions", [4, 5]
+)  # 8 of 8, and of a sequence that is padded to 5 in each of 2 rows
+def test_a_vector_on_a_part_of_the_sequence_is_a_replica(positions: int) -> None:
+    (facts,) = find_divided(positions)
+    assert facts.names == ("block.norm.weight",)
+    assert facts.cause is not None
+    assert (facts.cause.kind, facts.cause.counts) == ("sequence", (positions, 8))
+
+
+def test_a_vector_on_a_part_of_the_heads_is_a_replica() -> None:
+    (facts,) = find_divided(24)
+    assert facts.cause is not None
+    assert facts.cause.kind != "sequence"
+
+
+@pytest.mark.parametrize("positions", [0, 2, 7, 8, 20])
+def test_a_vector_on_all_positions_may_be_a_part(positions: int) -> None:
+    assert not find_divided(positions)
+
+
+def test_parts_of_a_sequence_are_told_from_other_parts() -> None:
+    assert not find_divided(4, group=4)
+    assert not find_divided(4, shape=(4, 4))  # a sharded matrix of zeros, whose products are added up
+    assert not find_divided(4, name="block.experts.0.bias")
+
+
 def test_data_parallel_ranks_need_no_random_values() -> None:
     headers = make_headers(BIAS, data_ranks=(0, 1))
     assert len(find_replicas(headers, make_records((0,), (0,)))[0]) == 1
@@ -120,6 +165,26 @@ def test_tensors_of_stages_are_copies_and_no_replicas() -> None:
     assert isinstance(finding.facts, CopyFacts)
     assert finding.facts.kind == "siblings"
     assert not CopyRule(headers, {}).find(records)
+
+
+@pytest.mark.parametrize(
+    ("change", "stages", "num_sets"),
+    [
+        ({}, {0: 0, 1: 1}, 1),
+        ({}, {0: 0, 1: 0}, 0),
+        ({"name": "layers.0.decay"}, {0: 0, 1: 1}, 0),  # a pattern of every layer
+        ({"is_varied": False}, {0: 0, 1: 1}, 0),
+        ({"is_whole": False}, {0: 0, 1: 1}, 0),
+        ({"shape": (16,)}, {0: 0, 1: 1}, 0),
+    ],
+)
+def test_a_matrix_of_two_stages_with_equal_random_values_is_tied(
+    change: dict[str, object], stages: dict[int, int], num_sets: int
+) -> None:
+    embed = make_tensor("embed").model_copy(update={"shape": (4, 4), **change})
+    found = find_tied(make_headers(embed), make_records((1,), (1,)), stages)
+    assert [each.ranks for each in found] == [(0, 1)] * num_sets
+    assert not find_tied(make_headers(embed), make_records((1,), (2,)), stages)
 
 
 def find_copied_sums(
@@ -181,6 +246,25 @@ def test_ranks_that_exchange_no_activations_hold_no_parts() -> None:
     assert not find_unsynchronized(exchanged=((0, 1),))
     assert not find_unsynchronized(name="experts.0.up")  # another library may exchange their tokens
     assert not find_unsynchronized(rows=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "groups"),
+    [((5, 5, 6, 6), ((0, 1), (2, 3))), ((5, 5, 5, 6), ((0, 1, 2), (3,))), ((5, 6, 7, 8), ())],
+)
+def test_ranks_that_reduce_over_smaller_groups_are_listed(
+    gradients: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+) -> None:
+    headers = make_headers(make_tensor("up"), num_ranks=4)
+    rule = ReplicaRule(*find_replicas(headers, make_records(*[(1,)] * 4)), headers)
+    records = make_records(*[(bits,) for bits in gradients])
+    for rank, bits in enumerate(gradients):
+        changes = {"gradients": (bits,), "squares": (1.0,), "before": (float(bits),), "norms": (1.0,)}
+        more = {"projections": ((float(bits),) * 4,)}
+        records[rank] = records[rank].model_copy(update=changes | more)
+    (finding,) = rule.find(records)
+    assert isinstance(finding.facts, DriftFacts)
+    assert finding.facts.groups == groups
 
 
 def find_tokens(*, losses: float = 0.0, shift: int = 0, seed: int = 0, wrapped: bool = False) -> list[int]:

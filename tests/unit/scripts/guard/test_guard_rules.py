@@ -9,7 +9,7 @@ import pytest
 
 from moeverify.results.guard import DriftFacts, OwnNormFacts
 from moeverify.scripts.guard.drift import find_cause
-from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, TensorLine
+from moeverify.scripts.guard.lines import ClipLine, GroupLine, RankHeader, StepRecord, SumLine, TensorLine
 from moeverify.scripts.guard.norms import NormRule
 from moeverify.scripts.guard.replicas import ReplicaRule, find_replicas
 from moeverify.scripts.guard.tokens import TokenRule
@@ -145,7 +145,12 @@ def test_parts_of_a_tensor_may_differ_and_replicas_may_not() -> None:
         ({"options": [0.1, 0.2]}, "option", "lr"),
         ({"stepped": [(4, 5), (4, 6)]}, "write", (1,)),
         ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.0]}, "backward", ""),
-        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1]}, "forward", "layer"),
+        ({"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1]}, "local", "layer"),
+        (
+            {"gradients": [(7, 8), (70, 9)], "outputs": [1.0, 1.1], "losses": [(3.0,), (4.0,)]},
+            "forward",
+            "layer",
+        ),
     ],
 )
 def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str, place: object) -> None:
@@ -179,10 +184,11 @@ def test_the_cause_of_a_drift_is_named(changes: dict[str, list[Any]], kind: str,
 @pytest.mark.parametrize(
     ("own", "right", "values", "kind"),
     [
-        ("norm", {"stem"}, (1.0, 2.0), "local"),  # a part of the sequence on each rank
+        ("norm", {"stem"}, (1.0, 2.0), "local"),
         ("norm", {"stem"}, (1.0, 1.0), "parts"),  # parts that began as copies
+        ("up", set(), (1.0, 1.0), "parts"),  # beside parts with other values
         ("norm", set(), (1.0, 1.0), "backward"),
-        ("norm", set(), (1.0, 2.0), "forward"),  # earlier modules are wrong too, through their gradients
+        ("norm", set(), (1.0, 2.0), "local"),  # earlier modules are wrong too, through their gradients
         ("stem", set(), (1.0, 2.0), "backward"),
     ],
 )
@@ -192,11 +198,63 @@ def test_ranks_with_equal_losses_are_told_apart_by_their_modules(
     outputs: list[object] = [(("stem", 1.0), ("norm", value)) for value in values]
     records = make_records(rows=[((1, 2),)] * 2, losses=[(3.0,)] * 2, outputs=outputs)
     shared = {"stem", "norm"}
-    cause = find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right, has_parts=True)
+    cause = find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right, parts={"up"})
     assert cause is not None
     assert cause.kind == kind
     # Ranks that hold no parts and exchange nothing are data-parallel.
     assert find_cause(f"{own}.bias", {0: 0, 1: 0}, records, "differ", shared, right=right) is None
+
+
+@pytest.mark.parametrize(
+    ("stepped", "groups", "source"),
+    [
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, largest=100, largest_sum=1), 0),
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, largest_sum=100), None),  # of gradients
+        ((4, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1, is_message=True), None),
+        ((3, 5), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),  # an average
+        ((4, 0), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),  # each rank updates its own part
+        ((4, 4), GroupLine(name="0", ranks=(0, 1), number=1, hash=1), None),
+    ],
+)
+def test_a_broadcast_after_the_step_replaces_updates_of_other_ranks(
+    stepped: tuple[int, int], groups: GroupLine, source: int | None
+) -> None:
+    changes: dict[str, list[object]] = {
+        "gradients": [(7, 8), (70, 9)],
+        "before": [(1.0, 2.0), (1.1, 3.0)],
+        "stepped": [(each, 5) for each in stepped],
+        "groups": [(groups,)] * 2,
+    }
+    found = [facts.cause for facts in find_drift(**changes)]
+    expected = [] if source is None else [("overwrite", (source,))]
+    assert [(cause.kind, cause.ranks) for cause in found if cause is not None] == expected
+
+
+def test_ranks_that_add_up_activations_must_have_the_same_rows() -> None:
+    def find(rows: int, data_ranks: tuple[int, ...], positions: int = 8) -> str:
+        sum_line = SumLine(ranks=(0, 1), site="a.py:1", hash=1, num_positions=positions)
+        changes: dict[str, list[object]] = {
+            "ended": [(4, 5), (40, 6)],
+            "gradients": [(7, 8), (70, 9)],
+            "projections": APART,
+            "before": [(1.0, 2.0), (1.1, 3.0)],
+            "exchanged": [((0, 1),)] * 2,
+            "rows": [((1,),), ((rows,),)],
+            "sums": [(sum_line,)] * 2,
+        }
+        headers = {
+            rank: header.model_copy(update={"num_positions": 8})
+            for rank, header in make_headers(data_ranks=data_ranks).items()
+        }
+        rule = ReplicaRule(*find_replicas(headers, make_records(**changes)), headers)
+        (finding,) = rule.find(make_records(**changes))
+        assert isinstance(finding.facts, DriftFacts)
+        return finding.facts.cause.kind if finding.facts.cause else ""
+
+    assert find(2, ()) == "rows"
+    assert find(1, ()) != "rows"
+    assert find(2, (0, 1)) != "rows"  # batch norm over data-parallel ranks
+    assert find(2, (), 16) != "rows"  # tokens of both ranks, gathered for experts
 
 
 def test_a_difference_by_the_norm_follows_from_gradients_that_differ() -> None:

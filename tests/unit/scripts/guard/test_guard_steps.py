@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moeverify.parallel.regions.local_shard import parameters
 from moeverify.scripts.guard.exchange import Inbox
 from moeverify.scripts.guard.guard import Guard
 from moeverify.scripts.guard.lines import RankHeader, StepRecord
+from moeverify.scripts.guard.samples import count_positions
+from moeverify.scripts.guard.sampling import describe_tensors
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.train.calls.hooks import install
 
@@ -90,6 +93,16 @@ def test_a_step_has_the_collectives_and_rows_since_the_step_before(tmp_path: Pat
     # nn.Sequential, of torch, calls the modules; the line is the script's.
     assert {tensor.site for tensor in header.tensors} == {f"test_guard_steps.py:{draw + 1}"}
     assert [tensor.is_varied for tensor in header.tensors] == [True, False]
+    # 2 rows of 8 tokens.
+    assert [header.num_positions, *(tensor.num_positions for tensor in header.tensors)] == [16] * 3
+
+
+def test_a_vector_for_each_channel_is_not_applied_along_the_last_dim() -> None:
+    convolution = nn.Conv2d(1, 4, 1)
+    shards, (_, bias) = parameters(convolution), convolution.parameters()
+    positions = {id(bias): count_positions(torch.ones(2, 4, 3, 6))}
+    assert positions[id(bias)] == (24, 6)
+    assert [line.num_positions for line in describe_tensors(shards, {}, positions)] == [0, 0]
 
 
 @pytest.mark.usefixtures("group")

@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moeverify.parallel.regions.local_shard import parameters
 from moeverify.results.finding import Finding
@@ -91,3 +95,22 @@ def test_an_optimizer_of_another_name_is_left_alone() -> None:
                         each.sub_(group["lr"] * each.grad.sign())
 
     assert not train(Signs, steps=2, lr=0.1)
+
+
+@pytest.mark.parametrize(("placement", "num_unjudged"), [(Replicate(), 1), (Shard(0), 0)])
+def test_a_gradient_of_another_placement_is_not_judged(placement: Placement, num_unjudged: int) -> None:
+    """An embedding that torch divides by rows gets a whole gradient."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [Shard(0)]))
+        optimizer = AdamW(model.parameters(), lr=0.1)
+        rows = 8 if isinstance(placement, Replicate) else 4
+        model.weight.grad = DTensor.from_local(torch.ones(rows, 8), mesh, [placement])
+        watch = UpdateWatch(optimizer, list(parameters(model)))
+        optimizer.step()
+        assert not watch.finish(0, 0)
+        assert len(watch.list_unjudged()) == num_unjudged
+    finally:
+        dist.destroy_process_group()
