@@ -15,6 +15,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.creation import name_elements
 from moeverify.explain.cuts import list_batch_cuts, take
+from moeverify.explain.describe import list_differences
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
 from moeverify.explain.known import Key
@@ -38,7 +39,7 @@ def list_integers(alignment: Alignment, one: OneDevice, unknown: Sequence[At]) -
         wrong = [at for at in results if at in right and not _is_equal(alignment.data(at), right[at][1])]
         if wrong and tainted.isdisjoint(joint.reads(op)):
             for at in wrong:
-                if _is_made(alignment, at, right):
+                if _is_made(alignment, one, at, right):
                     found.setdefault(alignment.key(at), {})[at] = right[at][1]
         if wrong or not tainted.isdisjoint(joint.reads(op)):
             tainted.update(results)
@@ -48,17 +49,19 @@ def list_integers(alignment: Alignment, one: OneDevice, unknown: Sequence[At]) -
         yield Edit("created", tuple(makers), Changes(values=values), makers, numbers=(numbers,))
 
 
-def _is_made(alignment: Alignment, at: At, right: Mapping[At, tuple[int, Tensor]]) -> bool:
+def _is_made(alignment: Alignment, one: OneDevice, at: At, right: Mapping[At, tuple[int, Tensor]]) -> bool:
     """Return whether an operator makes wrong elements, and does not take them.
 
-    A move gives the right elements another order. Other operators take the integers that they take on one device.
+    A move gives the right elements another order. Other operators take the integers and the numbers that they take
+    on one device.
     """
     joint, data = alignment.joint, alignment.data(at)
-    op = joint.maker(at)
+    op, (number, wanted) = joint.maker(at), right[at]
     if data is not None and alignment.is_moved(at, joint.op(op)):
-        return torch.equal(data.reshape(-1).sort().values, right[at][1].reshape(-1).sort().values)
+        return torch.equal(data.reshape(-1).sort().values, wanted.reshape(-1).sort().values)
     taken = [each for each in joint.own_reads(op) if not joint.value(each).is_floating]
-    return all(
+    is_same = not list_differences(joint.op(op), one.program.op_of(number))
+    return is_same and all(
         each in right or joint.op(joint.maker(each)).step < 0 or joint.value(each).label for each in taken
     )
 

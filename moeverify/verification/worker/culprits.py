@@ -371,7 +371,8 @@ def _attach(
         if each.step < 0 and each.tensor in placed:
             return each.model_copy(update={"follows": lead.tensor})  # such as blocks that no rank holds
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
-        is_other = is_apart(each) and not (_is_repeated(lead) and _is_repeated(each))
+        follows |= _is_repeated(each)
+        is_other = is_apart(each) and not (culprit.mechanism == "race" and _is_repeated(each))
         if not (culprit.proved and follows) or each.culprit is not None or is_other:
             return each
         return each.model_copy(update={"follows": lead.tensor})
