@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from multiprocessing_pdb.console import relay, remote
-from multiprocessing_pdb.console.dap.server import serve_editors
 from multiprocessing_pdb.console.registry import RankRegistry
 from multiprocessing_pdb.console.shell import Shell
 from multiprocessing_pdb.console.source import LocalSource, Source, TcpSource
@@ -112,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _converse(registry: RankRegistry, options: argparse.Namespace) -> int:
     if options.dap is not None:
+        from multiprocessing_pdb.console.dap.server import serve_editors  # no console needs it
+
         return serve_editors(registry, options.dap, options.deadline)
     terminal = Terminal()
     shell = Shell(registry, terminal, options.deadline)

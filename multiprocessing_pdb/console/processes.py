@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +86,8 @@ def list_processes(job: str, action: str) -> list[ProcessInfo]:
             rank = armed[pid].get("number") if pid in armed else read_rank(read_environ(pid))[0]
             processes.append({"pid": pid, "start": start, "rank": rank, "command": command[:200]})
     if action == "stacks":
+        from concurrent.futures import ThreadPoolExecutor  # which imports the logging module
+
         with ThreadPoolExecutor(4) as pool:
             texts = pool.map(
                 lambda process: dump_stacks(process["pid"], armed.get(process["pid"])), processes

@@ -8,8 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tabulate import tabulate
-
 from multiprocessing_pdb.console.broadcast import Answer
 from multiprocessing_pdb.console.target import Target, read_name, read_number, read_text
 
@@ -68,6 +66,8 @@ def show_table(answers: Sequence[Answer]) -> str:
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a plain table. Every cell is reduced to one line, since ranks can send any text."""
+    from tabulate import tabulate  # a quarter of a console's start, which most commands do without
+
     cells = [[_LINES.sub(" ", cell) for cell in row] for row in rows]
     text = tabulate(cells, heads, tablefmt="plain", disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())

@@ -226,6 +226,7 @@ def generate(number: int) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_every_input_is_accepted_or_refused(here: Path) -> None:
     surfaces = list_surfaces(here)
     assert {words[0] for each in ARGUMENTS.values() for words in each} == set(COMMANDS) - {

@@ -71,9 +71,10 @@ class Site:
         self.processes.append(started)
         return started
 
-    def start_python(self, program, *arguments, **options):
-        """Start one of the programs beside this file, or any path."""
-        return self.start(sys.executable, PROGRAMS / program, *arguments, **options)
+    def start_python(self, program, *arguments, imports_torch=False, **options):
+        """Start one of the programs beside this file, or any path. Those that import torch are forked."""
+        python = self.python.command() if imports_torch else [sys.executable]
+        return self.start(*python, PROGRAMS / program, *arguments, **options)
 
     def start_ranks(self, world, program, *arguments, env=None, **options):
         """Start `world` processes of one job, each with its rank in the environment."""

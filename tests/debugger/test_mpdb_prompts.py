@@ -27,10 +27,7 @@ def test_steps_over_and_onto_lines_that_stop(site, flavour):
     assert "bdb.py" not in text
     places = [line.split("loops.py")[1].split(")")[0] for line in text.splitlines() if "loops.py(" in line]
     assert places == ["(13", "(13", "(18", "(19", "(20", "(13", "(13", "(18"]
-    for _ in range(20):
-        if not site.sockets():
-            break
-        site.ask("c", "wait 2 2")
+    site.ask(*["c", "wait 2 30"] * 2, "c")
     await_end(site, ranks, "total 9")
 
 
@@ -40,7 +37,7 @@ def test_a_breakpoint_before_a_function_that_stops(site):
     site.ask("@0 b 12", "c")
     site.await_ranks(1)
     assert "loops.py:12" in site.ask("ls")
-    site.ask("@0 clear 1", *["c", "wait 1 5"] * 6)
+    site.ask("@0 clear 1", *["c", "wait 1 30"] * 5, "c")
     await_end(site, ranks, "total 9")
 
 
@@ -58,7 +55,7 @@ def test_a_stop_inside_an_expression_has_its_own_prompt(site, flavour):
     site.ask("@all p step(30)")
     assert "BdbQuit" in site.ask("@all q")
     assert site.ask("diff number, step(1)") == "ranks 0-1: (0, 3) (equal on all)\n"
-    site.ask(*["c", "wait 2 10"] * 6)
+    site.ask(*["c", "wait 2 30"] * 5, "c")
     await_end(site, ranks, "total 9")
 
 

@@ -133,7 +133,7 @@ def test_a_stale_socket_of_a_reused_pid_does_not_hold_timeouts(site):
     ],
 )
 def test_on_nan_stops_the_first_rank_at_the_module_and_step(site, where, words):
-    ranks = site.start_ranks(2, "bad_values.py", where)
+    ranks = site.start_ranks(2, "bad_values.py", where, imports_torch=True)
     site.await_ranks(1)
     assert words in " ".join(site.ask("ls").split())
     name = "bad_output" if where == "forward" else "bad_gradient"
@@ -147,7 +147,7 @@ def test_on_nan_stops_the_first_rank_at_the_module_and_step(site, where, words):
 
 def test_a_rank_can_stop_itself_with_names_and_all_others(site):
     """Another tool uses this to stop all ranks at its finding, with expected and actual at the prompt."""
-    ranks = site.start_ranks(2, "bad_values.py", "api")
+    ranks = site.start_ranks(2, "bad_values.py", "api", imports_torch=True)
     poll(lambda: "asked" in site.read("rank1") or None, "rank 1 to ask")
     site.await_ranks(2)
     assert site.ask("@1 p actual.sum() - _expected.sum(), expected") == "rank 1: (tensor(-2.), 'mine')\n"

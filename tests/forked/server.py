@@ -66,8 +66,9 @@ _READ_EARLY = (
     "LANG",
     "PYTHON",
 )
-# Of these, variables that each process applies anew, and those that torchrun sets for ranks.
-_SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+# Of these, variables that each process applies anew, those that torchrun sets for ranks, and the folder that
+# torch sets in a process that builds an optimizer, such as that of the tests.
+_SET_LATE = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_", "TORCH_NCCL_ASYNC", "TORCHINDUCTOR_CACHE_DIR")
 
 _PYTHONPATH = os.environ.get("PYTHONPATH", "")
 

@@ -38,7 +38,7 @@ def hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Any:
             f"'moeverify.stacks.{adapter}:parallelize'}}\n"
             "checks: {repeat: never, timeout: 300.0}\n"
         )
-    return run_files([folder], Path(folder))
+    return run_files([folder], Path(folder), explain_seconds=0.0)
 
 
 def test_tensor_parallelism_passes_with_packed_gate_and_up_projections(hugging_face: Any) -> None:

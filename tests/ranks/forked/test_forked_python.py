@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from forked.python import ForkedPython
 
 TELL = """\
@@ -150,6 +151,14 @@ def test_what_is_read_at_the_import_is_read_again(forked: list[str], name: str) 
         [*forked, "-c", text], env={**os.environ, name: "3"}, capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
+
+
+def test_what_torch_sets_itself_is_no_reason_to_import_it_again(forked: list[str]) -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # the first one sets the compiler's folder
+    assert "TORCHINDUCTOR_CACHE_DIR" in os.environ
+    text = "import sys; print('torch' in sys.modules)"
+    done = subprocess.run([*forked, "-c", text], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.parametrize("file", ["sitecustomize.py", "torch.py", "moeverify/__init__.py"])

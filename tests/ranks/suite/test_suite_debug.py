@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked.python import ForkedPython
 
 from moeverify.cases.schema import Case
 from moeverify.errors import RankFailure
@@ -41,6 +42,14 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> str:
     return "suite_faults"
 
 
+def make_options(cache: Path, fault: str) -> RunOptions:
+    """Return the options of a run with a fault, without the search for the first wrong operation."""
+    golden = Path("no", "goldens")
+    return RunOptions(
+        device="cpu", cache_folder=cache, golden_folder=golden, fault=fault, explain_seconds=0.0
+    )
+
+
 def debug(case: Case, at: StopPoint, options: RunOptions, *asked: str, end: str = "@all c") -> str:
     """Return the console's output when all ranks of a case have stopped, then end or continue the case."""
     size = case.layout.world_size
@@ -63,9 +72,7 @@ def debug(case: Case, at: StopPoint, options: RunOptions, *asked: str, end: str 
 def test_ranks_stop_where_the_first_finding_is_made(known_goldens: Path) -> None:
     fault = load_faults()["A01"]  # gradients of experts become twice as large
     size = fault.case.layout.world_size
-    options = RunOptions(
-        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=fault.target
-    )
+    options = make_options(known_goldens, fault.target)
     result = run_cases([fault.case], options, lambda event: None)
     assert result is not None
     at = find_stop(result.cases[0])
@@ -97,9 +104,7 @@ def test_ranks_stop_where_the_first_finding_is_made(known_goldens: Path) -> None
 
 def test_ranks_stop_inside_the_module_that_is_blamed(known_goldens: Path) -> None:
     fault = load_faults()["E13"]  # the combine reads other rows, so the dispatcher's output is wrong
-    options = RunOptions(
-        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=fault.target
-    )
+    options = make_options(known_goldens, fault.target)
     place = BlamedPlace(about="the dispatcher", module="layers.1.moe.dispatcher")
     at = StopPoint(kind="loss", tensor="lm", step=0, about="the loss", place=place)
     said = debug(fault.case, at, options, "ls", "@0 p self.group.size()", "diff --golden actual", "n", "ls")
@@ -121,12 +126,7 @@ def find_stop_of(case: Case, options: RunOptions) -> tuple[CaseResult, StopPoint
 def test_ranks_stop_before_the_first_collective_that_differs(known_goldens: Path, faults: str) -> None:
     # In the middle of training: the counts of the second run must match those of the first.
     case = make_case("differing", model={"num_layers": 2}, data={"batch": 4}, dp_shard=2, tp=2)
-    options = RunOptions(
-        device="cpu",
-        cache_folder=known_goldens,
-        golden_folder=Path("no", "goldens"),
-        fault=f"{faults}:reduce_late",
-    )
+    options = make_options(known_goldens, f"{faults}:reduce_late")
     result, at = find_stop_of(case, options)
     assert [finding.check for finding in result.findings] == ["trace"]
     said = debug(case, at, options, "ls", "diff issued", "@0,1 p peers", "@all p [len(t) for t in operands]")
@@ -142,9 +142,7 @@ def test_ranks_of_a_run_that_hung_stop_before_they_hang(
     tmp_path: Path, known_goldens: Path, faults: str
 ) -> None:
     case = make_case("hung", model={"num_layers": 2}, data={"batch": 4}, dp_shard=2, checks={"timeout": 8.0})
-    options = RunOptions(
-        device="cpu", cache_folder=known_goldens, golden_folder=Path("no", "goldens"), fault=f"{faults}:swap"
-    )
+    options = make_options(known_goldens, f"{faults}:swap")
     result, at = find_stop_of(case, options)
     assert result.verdict == "error"
     said = debug(case, at, options, "diff issued", end="kill 0; kill 1")
@@ -185,10 +183,11 @@ checks: {skip: [repeat]}
 """
 
 
-def test_a_stop_of_the_users_own_knows_the_golden(tmp_path: Path) -> None:
+def test_a_stop_of_the_users_own_knows_the_golden(tmp_path: Path, python: ForkedPython) -> None:
     (tmp_path / "net.py").write_text(MODEL)
     (tmp_path / "net.yaml").write_text(CASE)
-    command = [sys.executable, "-m", "moeverify", "run", "net.yaml", "--device", "cpu", "--cache", "cache"]
+    command = [*python.command(), "-m", "moeverify", "run", "net.yaml", "--device", "cpu"]
+    command += ["--cache", "cache", "--explain-seconds", "0"]
     asked = ["diff --golden", "diff --golden self.head.weight", "diff --golden hidden"]
     stops = ["wait 2", *asked, "@all self.head.weight.data[0, 0] += 1", "diff --golden self.head", "@all c"]
     words = [word for each in ("wait 1", *asked[:1], "@all c", *stops) for word in ("-c", each)]

@@ -120,7 +120,7 @@ def test_what_bfloat16_hides_fails_with_what_float64_shows(project: Any) -> None
     project.variables["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )
-    done = run_pytest(project, "cases", "-n", "2", "-k", "narrow")
+    done = run_pytest(project, "cases", "-k", "narrow")
     assert done.code == 1, done
     assert read_launches(project) == ["narrow"]
     assert re.search(r"^cases/narrow\.yaml:2: mismatch: ", done.out, re.MULTILINE)

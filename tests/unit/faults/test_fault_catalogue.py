@@ -45,8 +45,9 @@ def differences(before):
     return [
         f"{holder.__name__}.{name}"
         for holder, names in before
+        for now in (vars(holder),)
         for name, value in names.items()
-        if vars(holder).get(name) is not value
+        if now.get(name) is not value
     ]
 
 

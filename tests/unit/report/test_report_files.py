@@ -359,6 +359,7 @@ def test_page_bounds_many_findings(make_run: Any, make_case: Any, make_finding: 
     assert "and 5 more findings" in text
 
 
+@pytest.mark.slow
 def test_a_page_of_100_failed_cases_has_less_than_2_mb() -> None:
     cases = tuple(make_failing(extra=900).model_copy(update={"name": f"case-{at}"}) for at in range(100))
     text = format_page(RunResult(verdict="mismatch", environment={}, cases=cases))

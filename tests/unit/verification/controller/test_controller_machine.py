@@ -59,6 +59,7 @@ def test_an_optional_check_has_its_code_in_the_goldens_that_hold_what_it_shows(
     assert golden_code(["trace"]) != asking
 
 
+@pytest.mark.slow
 def test_what_makes_goldens_is_among_the_code_that_they_depend_on() -> None:
     """Modules that a golden depends on are hashed, except those that parallelize, judge or read cases.
 

@@ -106,6 +106,7 @@ for function in (limited, traced):
 """
 
 
+@pytest.mark.slow
 def test_a_limit_lets_traced_threads_go_on() -> None:
     """A pending exception that is withdrawn must not keep the thread from calling functions."""
     subprocess.run([sys.executable, "-c", TRACED], check=True, timeout=120)
