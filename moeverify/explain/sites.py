@@ -37,6 +37,7 @@ _COLLECTIVES = tuple(
         "_compile.py",
         "_dynamo/",
         "_ops.py",
+        "overrides.py",
         "distributed/c10d_logger.py",
         "distributed/distributed_c10d.py",
         "utils/_contextlib.py",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from recordings import data_of, list_ops, make, record_call, result_of
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 from moeverify.explain.describe import read_expression
 from moeverify.explain.joint import Joint
@@ -330,3 +331,14 @@ def test_the_input_of_a_collective_may_be_read_and_not_written(use: str, races: 
             memory.mul_(2)  # takes what it writes
         work.wait()
     assert len(recorder.program.races) == races
+
+
+def test_a_collective_of_the_program_is_its_own_under_a_mode_of_torch_functions() -> None:
+    """Such a mode puts torch's own dispatch of functions between the program and the collective."""
+    memory = make(3, 4)
+    recorder = Recorder()
+    with a_group(), recorder.recording(), BaseTorchFunctionMode():
+        work = dist.all_reduce(memory, async_op=True)
+        memory.mul_(2)
+        work.wait()
+    assert [race.is_direct for race in recorder.program.races] == [True]
