@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.counterparts import OneDevice
+from moeverify.explain.counterparts import OneDevice, pair_tensors
 from moeverify.explain.creation import name_elements
 from moeverify.explain.cuts import list_batch_cuts, take
 from moeverify.explain.describe import list_differences
@@ -59,15 +59,22 @@ def _is_made(alignment: Alignment, one: OneDevice, at: At, right: Mapping[At, tu
     op, (number, wanted) = joint.maker(at), right[at]
     if data is not None and alignment.is_moved(at, joint.op(op)):
         return torch.equal(data.reshape(-1).sort().values, wanted.reshape(-1).sort().values)
-    taken = [each for each in joint.own_reads(op) if not joint.value(each).is_floating]
-    is_same = not list_differences(joint.op(op), one.program.op_of(number))
+    other = one.program.op_of(number)
+    pairs = [
+        pair for pair in pair_tensors(joint.op(op), other) if not joint.value((at[0], pair.mine)).is_floating
+    ]
+    is_same = not list_differences(joint.op(op), other)
     return is_same and all(
-        each in right or joint.op(joint.maker(each)).step < 0 or joint.value(each).label for each in taken
+        _is_equal(
+            alignment.data((at[0], pair.mine)),
+            _take_part(alignment, one, (at[0], pair.mine), pair.theirs, at),
+        )
+        for pair in pairs
     )
 
 
-def _is_equal(data: Tensor | None, right: Tensor) -> bool:
-    return data is not None and torch.equal(data, right)
+def _is_equal(data: Tensor | None, right: Tensor | None) -> bool:
+    return data is not None and right is not None and torch.equal(data, right)
 
 
 def _find_right(alignment: Alignment, one: OneDevice, at: At) -> tuple[int, Tensor] | None:
@@ -79,19 +86,19 @@ def _find_right(alignment: Alignment, one: OneDevice, at: At) -> tuple[int, Tens
     theirs, occurrence = alignment.list_counterparts(at), alignment.occurrence(at)
     own = sum(each[0] == at[0] for each in alignment.siblings(at))
     number = theirs[0] if len(theirs) == 1 else theirs[occurrence] if len(theirs) == own else None
-    whole = None if number is None else one.data(number)
-    if number is None or whole is None or whole.dtype != _dtype(alignment, at):
+    part = None if number is None else _take_part(alignment, one, at, number, at)
+    return None if number is None or part is None else (number, part)
+
+
+def _take_part(alignment: Alignment, one: OneDevice, at: At, number: int, result: At) -> Tensor | None:
+    """Return the part of a single-device value that a rank should have as `at` in the micro-batch of `result`."""
+    data, whole = alignment.data(at), one.data(number)
+    if data is None or whole is None or whole.dtype != data.dtype or whole.ndim != data.ndim:
         return None
-    if whole.shape == value.shape:
-        return number, whole
-    cuts = list(list_batch_cuts(one.program, joint.programs[at[0]], occurrence))
-    part = take(whole, value.shape, cuts) if whole.ndim == len(value.shape) else None
-    return None if part is None else (number, part)
-
-
-def _dtype(alignment: Alignment, at: At) -> torch.dtype | None:
-    data = alignment.data(at)
-    return None if data is None else data.dtype
+    if whole.shape == data.shape:
+        return whole
+    program = alignment.joint.programs[at[0]]
+    return take(whole, data.shape, list(list_batch_cuts(one.program, program, alignment.occurrence(result))))
 
 
 def _compare(alignment: Alignment, at: At, right: Tensor) -> tuple[str, str]:
