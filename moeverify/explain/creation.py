@@ -68,10 +68,10 @@ class Creation:
                 return None
             wanted = self._start(op, edit, pair, edit.changes.values[taken])
             front, passed = ({}, []) if wanted is None else self._trace({taken: wanted})
-            if any(map(self._is_sent, passed)) and any(each.theirs < 0 for each in front.values()):
-                return (
-                    None  # another rank made them; the code that received them may have chosen the wrong ones
-                )
+            is_sent = any(self._joint.op(each).meeting is not None for each in passed)
+            # Another rank made them: the code that received them may have chosen the wrong ones.
+            if is_sent and any(each.theirs < 0 for each in front.values()):
+                return None
             path += passed
             fronts.append(front if passed else {})
         values = _merge(fronts)
@@ -88,9 +88,6 @@ class Creation:
             numbers=self._list_numbers(values),
             path=tuple(path[::-1]),
         )
-
-    def _is_sent(self, op: At) -> bool:
-        return self._joint.op(op).meeting is not None
 
     def _line(self, at: At) -> object:
         op = self._joint.op(self._joint.maker(at))

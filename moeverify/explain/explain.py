@@ -122,11 +122,10 @@ class Explainer:
         end = time.monotonic() + seconds
         left = list(self.wrong)
         narrow = find_narrowing(self.alignment, self.step)
-        for cause in (
-            *list_races(self.joint, self.step, self.wrong or self.right),
-            *([] if narrow is None else [narrow]),
-        ):
-            self._add(cause)
+        for race in list_races(self.joint, self.step, self.wrong or self.right):
+            self._add(race)
+        if narrow is not None:
+            self._add(narrow)
         state = self.joint.execute(Changes() if narrow is None else narrow.repairs[0].changes)
         for _ in range(_MOST_ROUNDS):
             left = [

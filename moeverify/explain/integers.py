@@ -6,7 +6,7 @@ that they are wrong, but with the right ones all results are right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,29 +36,30 @@ def list_integers(alignment: Alignment, one: OneDevice, unknown: Sequence[At]) -
     for op in sorted(before, key=joint.place):
         results = joint.results(op)
         right |= {at: each for at in results if (each := _find_right(alignment, one, at)) is not None}
-        wrong = [at for at in results if at in right and not _is_equal(alignment.data(at), right[at][1])]
-        if wrong and tainted.isdisjoint(joint.reads(op)):
-            for at in wrong:
-                if _is_made(alignment, one, at, right):
-                    found.setdefault(alignment.key(at), {})[at] = right[at][1]
-        if wrong or not tainted.isdisjoint(joint.reads(op)):
+        if not tainted.isdisjoint(joint.reads(op)):
             tainted.update(results)
+            continue
+        for at in results:
+            if at in right and not _is_equal(alignment.data(at), right[at][1]):
+                tainted.update(results)
+                if _is_made(alignment, one, at, *right[at]):
+                    found.setdefault(alignment.key(at), {})[at] = right[at][1]
     for values in list(found.values())[:_MOST]:
         makers = {joint.maker(at): one.program.op_of(right[at][0]) for at in values}
         numbers = _compare(alignment, *next(iter(values.items())))
         yield Edit("created", tuple(makers), Changes(values=values), makers, numbers=(numbers,))
 
 
-def _is_made(alignment: Alignment, one: OneDevice, at: At, right: Mapping[At, tuple[int, Tensor]]) -> bool:
-    """Return whether an operator makes wrong elements, and does not take them.
+def _is_made(alignment: Alignment, one: OneDevice, at: At, number: int, right: Tensor) -> bool:
+    """Return whether an operator makes wrong elements, and does not take them; `right` are those of value `number`.
 
     A move gives the right elements another order. Other operators take the integers and the numbers that they take
     on one device.
     """
     joint, data = alignment.joint, alignment.data(at)
-    op, (number, wanted) = joint.maker(at), right[at]
+    op = joint.maker(at)
     if data is not None and alignment.is_moved(at, joint.op(op)):
-        return torch.equal(data.reshape(-1).sort().values, wanted.reshape(-1).sort().values)
+        return torch.equal(data.reshape(-1).sort().values, right.reshape(-1).sort().values)
     other = one.program.op_of(number)
     pairs = [
         pair for pair in pair_tensors(joint.op(op), other) if not joint.value((at[0], pair.mine)).is_floating

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -202,12 +202,13 @@ class Execution:
 
     def first_choice(self) -> At | None:
         """Return the first operator, in program order, with integer results that changed."""
-        changed = (
-            self._joint.maker(at)
-            for at, data in self._data.items()
-            if not data.is_floating_point() and data.dtype != torch.bool
-        )
-        return min(changed, key=self._joint.place, default=None)
+        return min(self.list_choices(), key=self._joint.place, default=None)
+
+    def list_choices(self) -> Iterator[At]:
+        """Yield the operators with integer results that changed."""
+        for at, data in self._data.items():
+            if not data.is_floating_point() and data.dtype != torch.bool:
+                yield self._joint.maker(at)
 
     @classmethod
     def meet_with(cls, joint: Joint, op: At, brought: Mapping[At, Tensor]) -> list[Tensor]:

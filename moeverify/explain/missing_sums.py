@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
@@ -20,7 +19,14 @@ from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes, Execution, Joint
-from moeverify.explain.regroup import OF_OPERATORS, Groups, list_reductions, list_regroupings
+from moeverify.explain.regroup import (
+    OF_OPERATORS,
+    REDUCTIONS,
+    Groups,
+    list_reductions,
+    list_regroupings,
+    reduce_values,
+)
 from moeverify.results.checks import Kind
 
 _MOST = 12
@@ -133,23 +139,15 @@ def _reaches_end(joint: Joint, at: At, inside: Collection[At]) -> bool:
 def _add_up(alignment: Alignment, one: OneDevice, at: At, groups: Sequence[Sequence[int]]) -> Tensor | None:
     """Return the sum of the parts of a value over the ranks of its group, if it is right, and the value is not."""
     theirs, occurrence = alignment.list_counterparts(at), alignment.occurrence(at)
-    ranks = next((group for group in groups if at[0] in group), ())
-    alike = [
-        each
-        for each in alignment.siblings(at)
-        if each[0] in ranks and alignment.occurrence(each) == occurrence
-    ]
-    data = [each for each in map(alignment.data, alike) if each is not None]
+    group = next((each for each in groups if at[0] in each), ())
+    own = [each for each in alignment.siblings(at) if each[0] in group]
+    parts = [each for each in own if alignment.occurrence(each) == occurrence]
+    total = reduce_values(alignment, parts, [group], REDUCTIONS["sum"]).get(at)
     right = one.data(theirs[occurrence]) if occurrence < len(theirs) else None
-    if (
-        right is None
-        or len(data) < len(ranks)
-        or len({each.shape for each in (*data, right)}) > 1
-        or not ranks
-    ):
+    if total is None or right is None or total.shape != right.shape or not is_right(total, right):
         return None
-    total = torch.stack(data).sum(0)
-    return total if is_right(total, right) and not is_right(data[0], right) else None
+    first = alignment.data(parts[0])
+    return None if first is None or is_right(first, right) else total
 
 
 def _is_part(alignment: Alignment, at: At) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from moeverify.explain.counterparts import key_line
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.program import Op
@@ -49,8 +50,8 @@ def list_peers(joint: Joint, groups: Groups, unknown: Sequence[At], state: Execu
 
 def _find_place(joint: Joint, op: At) -> object:
     """Return a key of the line, its caller, the step and the pass of an operator."""
-    recorded, sites = joint.op(op), joint.programs[op[0]].sites_of(joint.op(op))
-    return recorded.name, recorded.step, recorded.phase, tuple((each.file, each.line) for each in sites[:2])
+    recorded, program = joint.op(op), joint.programs[op[0]]
+    return key_line(program, recorded), recorded.step, program.sites_of(recorded)[1:2]
 
 
 def _is_received(op: Op) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
@@ -177,10 +176,8 @@ class Proof:
         """
         joint, alignment = self._joint, self._alignment.under(after)
         decided = dict[int, At]()
-        for at, data in after.changed().items():
-            op = joint.maker(at)
-            is_choice = not data.is_floating_point() and data.dtype != torch.bool
-            if is_choice and any(joint.value(each).is_floating for each in joint.own_reads(op)):
+        for op in after.list_choices():
+            if any(joint.value(each).is_floating for each in joint.own_reads(op)):
                 decided[op[0]] = min(op, decided.get(op[0], op), key=joint.place)
         taken = [at for op in decided.values() for at in joint.own_reads(op) if joint.value(at).is_floating]
         return bool(taken) and all(

@@ -16,7 +16,7 @@ from moeverify.explain.operators import NotExecutable
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """The rank groups of each mesh axis."""
 
-_REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: parts.sum(0),
     "maximum": lambda parts: parts.amax(0),
     "minimum": lambda parts: parts.amin(0),
@@ -90,7 +90,7 @@ def list_reductions(
         if (maker.meeting is not None and not has_all) or maker.step < 0:
             continue
         usual = OF_OPERATORS.get(maker.short, "sum")
-        reductions = sorted(_REDUCTIONS.items(), key=lambda each: each[0] != usual)
+        reductions = sorted(REDUCTIONS.items(), key=lambda each: each[0] != usual)
         every = alignment.siblings(value)
         first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
         is_floating = joint.value(value).is_floating
@@ -98,11 +98,11 @@ def list_reductions(
             makers = tuple(map(joint.maker, values))
             for axis, parts in groups.items():
                 for name, reduce in reductions:
-                    if changes := _reduce(alignment, values, parts, reduce):
+                    if changes := reduce_values(alignment, values, parts, reduce):
                         yield Edit("unreduced", makers, Changes(values=changes), numbers=((name, axis),))
 
 
-def _reduce(
+def reduce_values(
     alignment: Alignment,
     values: Sequence[At],
     groups: Sequence[Sequence[int]],

@@ -222,13 +222,8 @@ def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
 
     A collective whose result nothing uses leads, too, if another value of its function is used.
     """
-    first, *others = origins or (None,)
-    if (
-        first is not None
-        and first.kind == "unused"
-        and any(_is_beside(first, each) for each in others if each)
-    ):
-        return first
+    if origins and origins[0].kind == "unused" and any(_is_beside(origins[0], each) for each in origins[1:]):
+        return origins[0]
     alone = [each for each in origins if each.may_lead or each.kind == "extra"]
     for often in ("moved", "skipped"):  # right layouts move elements; other lines often replace some
         alone = [each for each in alone if each.kind != often] or alone

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from moeverify.cases.schema import Recipe
@@ -20,41 +18,14 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
 from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.golden.store import StoredGolden
-from moeverify.verification.golden_run.soundness import find_user_line
+from moeverify.verification.golden_run.operator_calls import OperatorCalls, find_user_line
 
 _KINDS = (Kind.LOSS, Kind.GRADIENT, Kind.UPDATE)
 """Kinds of tensors that training needs finite, in the order in which a step computes them."""
 
 
 class _Found(Exception):
-    """Raised at the first operator that makes NaN."""
-
-
-class _FirstNan(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Stops at the first operator that returns NaN and takes none. `line` is the line of the user's code."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.line = ""
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call an operator. Memory that is not initialized may hold NaN, so that it is not looked at."""
-        is_taken = any(map(_has_nan, tree_iter((args, kwargs))))  # an operator may write to its operands
-        made = func(*args, **(kwargs or {}))
-        if (
-            not is_taken
-            and not func._schema.name.startswith("aten::empty")
-            and any(map(_has_nan, tree_iter(made)))
-        ):
-            self.line = find_user_line()
-            raise _Found
-        return made
+    """Raised at the first operator that makes NaN, with the line of the user's code."""
 
 
 def check_finite(recipe: Recipe, reference: StoredGolden, device: torch.device) -> None:
@@ -81,10 +52,21 @@ def check_finite(recipe: Recipe, reference: StoredGolden, device: torch.device) 
 
 def find_nan(call: Callable[[], object]) -> str:
     """Return the line of the user's code that makes the first NaN of a call, as `file:line: source`, or ""."""
-    first = _FirstNan()
-    with contextlib.suppress(_Found), first:
-        call()
-    return first.line
+
+    def look(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        is_taken = any(map(_has_nan, tree_iter((args, kwargs))))  # an operator may write to its operands
+        made = func(*args, **kwargs)
+        is_blank = func._schema.name.startswith("aten::empty")  # such memory may hold NaN
+        if not (is_taken or is_blank) and any(map(_has_nan, tree_iter(made))):
+            raise _Found(find_user_line())
+        return made
+
+    try:
+        with OperatorCalls(look):
+            call()
+    except _Found as found:
+        return str(found)
+    return ""
 
 
 def _count(reference: StoredGolden, step: int, key: str) -> int:

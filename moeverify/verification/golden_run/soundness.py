@@ -9,17 +9,13 @@ visible effect on a sound model.
 from __future__ import annotations
 
 import math
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moeverify.cases.schema import Recipe
 from moeverify.errors import CaseError, Problem
@@ -29,43 +25,22 @@ from moeverify.train.assemble import assemble_single
 from moeverify.train.data import Share
 from moeverify.train.loop import train
 from moeverify.train.program import TrainingProgram
-from moeverify.train.target import is_users
 from moeverify.verification.compare.comparison import Comparison, ExpectedValues
-
-
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it
-    """Records the lines of the user's code that call a random operator, in the order of their first call."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: dict[str, None] = {}
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call an operator, and record its line if it is random."""
-        if torch.Tag.nondeterministic_seeded in func.tags and has_dropout(func, args, kwargs or {}):
-            line = find_user_line()
-            if line:
-                self.lines[line] = None
-        return func(*args, **(kwargs or {}))
-
-
-def find_user_line() -> str:
-    """Return the innermost line of the user's code that calls this function, as `file:line: source`, or ""."""
-    frames = [each for each in traceback.extract_stack(sys._getframe(1)) if is_users(each.filename)]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+from moeverify.verification.golden_run.operator_calls import OperatorCalls, find_user_line
 
 
 def find_draws(call: Callable[[], object]) -> list[str]:
     """Return the lines of the user's code that draw random numbers during a call, as `file:line: source`."""
-    with Draws() as draws:
+    lines: dict[str, None] = {}
+
+    def note(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and has_dropout(func, args, kwargs):
+            lines[find_user_line()] = None
+        return func(*args, **kwargs)
+
+    with OperatorCalls(note):
         call()
-    return list(draws.lines)
+    return list(filter(None, lines))
 
 
 LIMIT = 1e-3

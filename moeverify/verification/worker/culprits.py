@@ -370,10 +370,10 @@ def _attach(
     def follow(each: Finding) -> Finding:
         if each.step < 0 and each.tensor in placed:
             return each.model_copy(update={"follows": lead.tensor})  # such as blocks that no rank holds
+        of_race = culprit.mechanism == "race" and _is_repeated(each)
         follows = everything or f"{each.kind}/{each.tensor}" in repaired or each.step > lead.step
-        follows |= _is_repeated(each)
-        is_other = is_apart(each) and not (culprit.mechanism == "race" and _is_repeated(each))
-        if not (culprit.proved and follows) or each.culprit is not None or is_other:
+        follows = of_race or (follows and not is_apart(each))
+        if not (culprit.proved and follows) or each.culprit is not None:
             return each
         return each.model_copy(update={"follows": lead.tensor})
 
