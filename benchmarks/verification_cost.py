@@ -10,7 +10,8 @@ observations of checks too (`checked`), and a repeat of the first step. Ratios a
 the checked run plus the repeat, relative to training alone, over all steps. The output also has the peak of
 anonymous memory beside the size of the local shard. On GPUs it is the peak of torch's allocations, and a
 run waits for the device at the start of a step. `--only gradient` compares only the gradients of every
-step. `--also gradient_sum` measures the checks with this one added, in separate runs (`with also`).
+step. `--sketch` compares with a golden of sketches. `--also gradient_sum` measures the checks with this
+one added, in separate runs (`with also`).
 CPU seconds are those of rank 0's process (all threads), which a busy machine disturbs less than wall time.
 """
 
@@ -257,8 +258,9 @@ class Bench:
     def compare(self):
         """Return an observer that compares with the golden."""
         from moeverify.verification.compare.comparison import Comparison
+        from moeverify.verification.worker.by_sketch import SketchComparison
 
-        return Comparison(self.golden)
+        return SketchComparison(self.golden) if self.golden.sketches else Comparison(self.golden)
 
 
 def train_alone(recipe, program, clock, ids):
@@ -285,12 +287,13 @@ def choose_synchronize(device):
     return torch.cuda.synchronize if device.type == "cuda" else None
 
 
-def record(case, folder, device, only):
-    """Write the golden of the case: one run on one device in float64."""
+def record(case, folder, device, only, by_sketch):
+    """Write the golden of the case, whole or as sketches: one run on one device in float64."""
     import torch
 
     from moeverify.train.assemble import assemble_single
     from moeverify.train.loop import train
+    from moeverify.verification.golden.sketched import SketchRecorder
     from moeverify.verification.golden.store import GoldenWriter
     from moeverify.verification.golden_run.golden import COARSE
 
@@ -299,6 +302,12 @@ def record(case, folder, device, only):
         program.num_micro_batches = max(
             case.recipe.data.batch // 16, 1
         )  # float64 of all rows takes much memory
+        if by_sketch:
+            recorder = SketchRecorder()
+            train(case.recipe, program, Sieve(recorder, only))
+            recorder.write(writer)
+            writer.finish({}, {}, sketches=recorder.shapes)
+            return
         train(case.recipe, program, Sieve(writer, only))
         if case.recipe.precision in COARSE:
             writer.narrow()
@@ -454,6 +463,7 @@ def main():
     parser.add_argument(
         "--also", action="append", default=[], metavar="CHECK", help="an optional check, such as gradient_sum"
     )
+    parser.add_argument("--sketch", action="store_true", help="compare with a golden of sketches")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument(
         "--traces", type=Path, metavar="DIR", help="also leave a trace of each kind of run for Perfetto"
@@ -465,7 +475,8 @@ def main():
         work(options)
         return
     if options.record:
-        record(make_benchmark_case(options), Path(options.record) / "golden", options.device, options.only)
+        case, folder = make_benchmark_case(options), Path(options.record) / "golden"
+        record(case, folder, options.device, options.only, options.sketch)
         return
     print_setting()
     with tempfile.TemporaryDirectory(prefix="verification-cost-") as folder:

@@ -59,6 +59,7 @@ FLOORS: Mapping[str, int] = {
     "json_file": -2,
     "checksum": -3,
     "garbage": -3,
+    "triton_support": -3,
     "input_file": -3,
     "errors": -3,
     "multiprocessing_pdb": -4,

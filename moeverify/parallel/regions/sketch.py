@@ -20,15 +20,20 @@ may be off.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moeverify.hashing import FACTORS, GOLDEN_RATIO, hash_counter, key_of, mix
 from moeverify.parallel.regions.region import Indices, Region
+from moeverify.triton_support import can_compile
+
+if TYPE_CHECKING:
+    from moeverify.parallel.regions.sketch_kernel import BoxTables
 
 NUM_PROJECTIONS = 8
 MOST_BLOCKS = 128
@@ -148,18 +153,51 @@ def sketch(local: Tensor, region: Region) -> Tensor:
     return rows
 
 
-def _add_box(rows: Tensor, grid: BlockGrid, local: Tensor, box: Sequence[Indices]) -> None:
-    device = local.device
+def _add_box(rows: Tensor, grid: BlockGrid, local: Tensor, box: tuple[Indices, ...]) -> None:
     if not box:
         local, box, grid = local.reshape(1), (range(1),), BlockGrid((1,), (1,))
-    columns = _as_tensor(box[-1], device)
-    lead = torch.zeros(1, dtype=torch.int64, device=device)  # the logical row, flattened
+    flat = local.reshape(-1, len(box[-1]))
+    table = rows.view(-1, grid.cuts[-1], WIDTH)
+    if isinstance(box[-1], range) and can_compile(local.device):
+        _add_in_one_pass(table, grid, flat, box)
+    else:
+        _add_in_chunks(table, grid, flat, box)
+
+
+def _add_in_one_pass(table: Tensor, grid: BlockGrid, flat: Tensor, box: tuple[Indices, ...]) -> None:
+    from moeverify.parallel.regions.sketch_kernel import DTYPES, add_box
+
+    values = flat if flat.dtype in DTYPES else flat.to(torch.float64)
+    add_box(table, values, _tabulate(grid, box, flat.device))
+
+
+@lru_cache(maxsize=4096)
+def _tabulate(grid: BlockGrid, box: tuple[Indices, ...], device: torch.device) -> BoxTables:
+    from moeverify.parallel.regions.sketch_kernel import BoxTables
+
+    lead, bands = _locate_rows(grid, box, device)
+    turns, signs = (
+        (hash_counter(key, index) & ((1 << NUM_PROJECTIONS) - 1)).to(torch.uint8)
+        for key, index in ((_ROW_KEY, lead), (_COLUMN_KEY, _as_tensor(box[-1], device)))
+    )
+    return BoxTables.of(bands, turns, signs, min(box[-1]), grid.sizes[-1])
+
+
+def _locate_rows(grid: BlockGrid, box: tuple[Indices, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the logical row of each local row, flattened, and its band of blocks. Shapes: (rows,) int64."""
+    lead = torch.zeros(1, dtype=torch.int64, device=device)
     bands = torch.zeros(1, dtype=torch.int64, device=device)
     for indices, size, cut, step in zip(box[:-1], grid.shape, grid.cuts, grid.sizes, strict=False):
         along = _as_tensor(indices, device)
         lead = (lead[:, None] * size + along).reshape(-1)
         bands = (bands[:, None] * cut + along // step).reshape(-1)
-    flat = local.reshape(len(lead), len(columns))
+    return lead, bands
+
+
+def _add_in_chunks(table: Tensor, grid: BlockGrid, flat: Tensor, box: tuple[Indices, ...]) -> None:
+    device = flat.device
+    lead, bands = _locate_rows(grid, box, device)
+    columns = _as_tensor(box[-1], device)
     # The columns of the blocks that the box reaches. Those that it does not have are zero.
     width = grid.sizes[-1]
     first, last = min(box[-1]) // width, max(box[-1]) // width
@@ -169,13 +207,13 @@ def _add_box(rows: Tensor, grid: BlockGrid, local: Tensor, box: Sequence[Indices
     signs = signs.view(across, width, NUM_PROJECTIONS)
     size = _CHUNK if device.type == "cpu" else _CHUNK_OF_DEVICE
     step = max(1, size // (across * width))
-    table = rows.view(-1, grid.cuts[-1], WIDTH)[:, first : last + 1]
+    reached = table[:, first : last + 1]
     for at in range(0, len(lead), step):
         values = flat[at : at + step]
         if not is_complete:
             values = values.new_zeros(len(values), across * width).index_copy_(1, columns - start, values)
         part = _measure(values.view(-1, across, width), signs, lead[at : at + step])
-        table.index_add_(0, bands[at : at + step], part)
+        reached.index_add_(0, bands[at : at + step], part)
 
 
 def _measure(values: Tensor, signs: Tensor, lead: Tensor) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -15,6 +13,7 @@ from torch import Tensor
 from moeverify.parallel.regions.observer import Named
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import UNCOMPARED_KINDS, ZERO_KINDS
+from moeverify.triton_support import can_compile
 from moeverify.verification.compare.batch import BitFingerprints, Differences
 from moeverify.verification.compare.difference import Measured, Read, TensorDifference
 
@@ -126,16 +125,11 @@ def _nothing() -> None:
 
 
 def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
-    if device.type == "cuda" and _can_compile():
+    if can_compile(device):
         from moeverify.verification.compare.gpu.async_compare import AsyncComparison
 
         return AsyncComparison(device)  # hashes are almost free there
     return _AtOnce(hash_bits)
-
-
-def _can_compile() -> bool:
-    """Return whether Triton is installed with a C compiler, which it needs for its launcher."""
-    return find_spec("triton") is not None and any(shutil.which(name) for name in ("gcc", "clang"))
 
 
 _TOGETHER = 64  # number of expected shards that are read before a comparison

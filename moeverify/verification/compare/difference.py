@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moeverify.hashing import FACTORS, GOLDEN_RATIO
+from moeverify.triton_support import can_compile
 
 NUM_STATISTICS = 10
 # Elements per chunk: on a CPU small enough for its cache, on other devices large enough to fill the device.
@@ -200,6 +201,10 @@ def fingerprint_bits(local: Tensor) -> Tensor:
     their hashes are equal with a probability of about 2**-64. Shape: () int64, on the device of `local`.
     """
     words, rest = as_words(local)
+    if can_compile(words.device):
+        from moeverify.verification.compare.gpu import kernels
+
+        return kernels.hash_words(words, rest)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = _chunk_size(words)
     places = torch.arange(min(size, words.numel()), device=words.device).mul_(STRIDE)

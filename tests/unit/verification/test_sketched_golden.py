@@ -83,6 +83,36 @@ def test_sketches_and_hashes_of_shards_add_up(shape: tuple[int, ...]) -> None:
         )
 
 
+@pytest.mark.slow  # on a CPU the kernel runs in Triton's interpreter
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((300,), torch.float64),
+        ((100, 37), torch.float64),
+        ((3, 5, 4, 6), torch.float64),
+        ((60, 10), torch.bfloat16),
+    ],
+)
+def test_the_kernel_sketches_a_shard_as_torch_does(
+    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    values = draw(*shape).to(dtype)
+    values.view(-1)[[0, -1]] = torch.tensor([torch.nan, torch.inf], dtype=dtype)
+    size = values.numel()
+    halves = [*map(range, shape[:-1]), range(shape[-1] // 3, shape[-1])]
+    odd = [tuple(range(0, shape[0], 2)), *map(range, shape[1:])]
+    regions = [Region.run(shape, size // 5, size - 2), Region.box(shape, halves)]
+    for region in [*regions, Region.box(shape, odd)] if len(shape) > 1 else regions:
+        expected = sketch(region.take(values), region)
+        with monkeypatch.context() as patch:
+            patch.setattr("moeverify.parallel.regions.sketch.can_compile", lambda device: True)
+            found = sketch(region.take(values).to(device), region).cpu()
+        rounding = 1e-12 if dtype is torch.float64 else 1e-6
+        torch.testing.assert_close(found, expected, atol=rounding * size, rtol=rounding)
+
+
 def test_an_error_is_found_in_its_block_with_its_size() -> None:
     right, shape = draw(8, 64, 32), (8, 64, 32)
     wrong = right.clone()

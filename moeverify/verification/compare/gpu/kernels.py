@@ -105,6 +105,16 @@ def compare_spans(memory: Tensor, tables: Tables, expected: Tensor, dtype: torch
     )
 
 
+def hash_words(words: Tensor, rest: Tensor) -> Tensor:
+    """Return the hash of a tensor's words and remaining elements, as `fingerprint_bits` does. Shape: () int64.
+
+    Shapes: words (W,) and rest (R,) int64, contiguous, from `as_words`.
+    """
+    out = torch.empty(max(1, triton.cdiv(len(words), WORDS)), dtype=torch.int64, device=words.device)
+    _hash_part[(len(out),)](words, len(words), rest, len(rest), out, WORDS, _LANES)
+    return out.sum()
+
+
 @triton.jit(do_not_specialize=["measured", "num_measured", "hashed"])
 def _compare(
     memory,
@@ -190,6 +200,21 @@ def _hash_span(entry, out, bits: tl.constexpr, span: tl.constexpr, num_lanes: tl
     first = tl.load(entry + 2)
     rest = tl.load(entry + 3).to(tl.pointer_type(bits))
     num_rest = tl.load(entry + 4)
+    tl.store(out, _hash_words(words, num_words, first, rest, num_rest, span, num_lanes))
+
+
+@triton.jit
+def _hash_part(words, num_words, rest, num_rest, out, span: tl.constexpr, num_lanes: tl.constexpr):
+    number = tl.program_id(0)
+    first = number.to(tl.int64) * span
+    left = num_words - first
+    num_rest = tl.where(left <= span, num_rest, 0)
+    found = _hash_words(words + first, tl.minimum(left, span), first, rest, num_rest, span, num_lanes)
+    tl.store(out + number, found)
+
+
+@triton.jit
+def _hash_words(words, num_words, first, rest, num_rest, span: tl.constexpr, num_lanes: tl.constexpr):
     lanes = tl.arange(0, num_lanes).to(tl.int64)
     total = tl.zeros((num_lanes,), dtype=tl.int64)
     for start in range(0, span, num_lanes):
@@ -199,7 +224,7 @@ def _hash_span(entry, out, bits: tl.constexpr, span: tl.constexpr, num_lanes: tl
         total += tl.where(inside, _scramble(word, first + index), 0)
     word = tl.load(rest + lanes, mask=lanes < num_rest, other=0).to(tl.int64)
     total += tl.where(lanes < num_rest, _scramble(word, first + num_words + lanes), 0)
-    tl.store(out, tl.sum(total, axis=0))
+    return tl.sum(total, axis=0)
 
 
 @triton.jit

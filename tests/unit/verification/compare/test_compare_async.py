@@ -70,6 +70,19 @@ def test_each_shard_is_measured_and_hashed_as_alone(
     check(compare(pairs), pairs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_single_tensor_has_the_same_hash_from_the_kernel(
+    dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = importlib.import_module("moeverify.verification.compare.gpu.kernels")
+    monkeypatch.setattr(kernels, "WORDS", kernels._LANES)  # so that a tensor has many spans
+    wide = torch.float64 if dtype.is_floating_point else dtype
+    values = [make(shape, wide, 2).to(dtype) for shape in SHAPES]
+    expected = [int(fingerprint_bits(each)) for each in values]
+    monkeypatch.setattr("moeverify.verification.compare.difference.can_compile", lambda device: True)
+    assert [int(fingerprint_bits(each.to(device))) for each in values] == expected
+
+
 def test_dtypes_of_both_sides_may_change_from_shard_to_shard(compare: Callable[..., list[Measured]]) -> None:
     pairs = [
         (make(shape, other, 1), make(shape, dtype, 2))
