@@ -12,14 +12,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from moeverify.explain.program import Geometry
 
 
-@dataclass
+@dataclass(frozen=True)
 class Use:
-    """A collective that may still be using memory."""
+    """A collective that may still be using memory: one of its tensors, with the bytes of an element."""
 
     op: int
     writes: bool
     work: Any
     is_direct: bool
+    place: Geometry
+    size: int
+
+    def overlaps(self, place: Geometry, size: int) -> bool:
+        """Return whether an element at `place`, of `size` bytes, shares memory with this tensor."""
+        ours, theirs = _find_extent(self.place), _find_extent(place)
+        if ours.stop * self.size <= theirs.start * size or theirs.stop * size <= ours.start * self.size:
+            return False
+        if size != self.size:
+            return True
+        seen = torch.zeros(max(ours.stop, theirs.stop), dtype=torch.bool)
+        seen.as_strided(self.place.shape, self.place.stride, self.place.offset).fill_(True)
+        return bool(seen.as_strided(place.shape, place.stride, place.offset).any())
 
 
 @dataclass
@@ -32,6 +45,12 @@ class Memory:
     writes: list[tuple[int, Geometry]] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
 
+    def take_raced(self, place: Geometry, size: int, kind: str) -> list[Use]:
+        """Remove and return the uses with which a read or write of elements of `size` bytes races."""
+        raced = [use for use in self.uses if (kind == "write" or use.writes) and use.overlaps(place, size)]
+        self.uses = [use for use in self.uses if use not in raced]
+        return raced
+
 
 @dataclass
 class Pending:
@@ -39,4 +58,13 @@ class Pending:
 
     values: list[int]
     tensors: list[Tensor]
-    use: Use
+    op: int
+    work: Any
+
+
+def _find_extent(place: Geometry) -> range:
+    """Return the elements of the storage from the first to the last one of a place."""
+    if 0 in place.shape:
+        return range(place.offset, place.offset)
+    last = sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True))
+    return range(place.offset, place.offset + last + 1)

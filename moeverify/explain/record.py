@@ -207,8 +207,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             for place, argument in pair(func, args, named)
             if argument[0].alias_info is not None and argument[0].alias_info.is_write
         ]
-        taken = encode(args, self._find)
-        taken_named = {key: encode(value, self._find) for key, value in named.items()}
+        infos = [each.alias_info for each in func._schema.returns]
+        is_view = any(each is not None and not each.is_write for each in infos)
+        find = self._find_viewed if is_view else self._find  # a view reads no memory
+        taken, taken_named = encode(args, find), {key: encode(value, find) for key, value in named.items()}
         changed = [tensor for place in written for tensor in list_tensors(argument_at(args, named, place))]
         for tensor in changed:
             self._check_race(tensor, "write")
@@ -220,8 +222,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         with _without_modes():
             returned = list_tensors(result)
             new = [tensor for tensor in returned if not any(tensor is each for each in changed)]
-            infos = [each.alias_info for each in func._schema.returns]
-            is_view = any(each is not None and not each.is_write for each in infos)
             shown = self._view(func, taken, taken_named) if is_view else []
             values = [
                 self._add_result(op, tensor, is_view=is_view, data=shown[i] if i < len(shown) else None)
@@ -294,23 +294,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
         direct = is_direct(4)
-        use = Use(op.number, writes=True, work=work, is_direct=direct)
         if work is not None:
-            reading = Use(op.number, writes=False, work=work, is_direct=direct)
             for tensor in call.inputs:
                 if not any(tensor is each for each in call.outputs):
-                    self._memory(tensor).uses.append(reading)
-        if not call.outputs:
-            return
+                    self._use(tensor, op, work, direct, writes=False)
         values = [self._write(op, tensor, is_there=False) for tensor in call.outputs]
-        self._pending.append(Pending(values, call.outputs, use))
+        self._pending.append(Pending(values, call.outputs, op.number, work))
         for tensor in call.outputs:
-            self._memory(tensor).uses.append(use)
+            self._use(tensor, op, work, direct, writes=True)
         yield from values
+
+    def _use(self, tensor: Tensor, op: Op, work: Any, direct: bool, *, writes: bool) -> None:
+        place, size = geometry_of(tensor), tensor.element_size()
+        self._memory(tensor).uses.append(Use(op.number, writes, work, direct, place, size))
 
     def _note_wait(self, work: Any) -> None:
         for pending in list(self._pending):
-            if pending.use.work is work:
+            if pending.work is work:
                 self._complete(pending)
         for memory in self._memories.values():
             memory.uses = [use for use in memory.uses if use.work is not work]
@@ -327,14 +327,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _check_race(self, tensor: Tensor, kind: str) -> None:
         """Record a use of memory that a collective may still be using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
-        uses = [] if memory is None else memory.uses
-        if memory is None or any(use.work is self._waits.in_callback for use in uses):
+        if memory is None or any(use.work is self._waits.in_callback for use in memory.uses):
             return  # a collective's callback may use its memory
-        raced = [use for use in uses if kind == "write" or use.writes]
-        self.program.races += [Race(use.op, len(self.program.ops), kind, use.is_direct) for use in raced]
-        for pending in [each for each in self._pending if each.use in raced]:
+        raced = {use.op: use for use in memory.take_raced(geometry_of(tensor), tensor.element_size(), kind)}
+        self.program.races += [Race(op, len(self.program.ops), kind, raced[op].is_direct) for op in raced]
+        for pending in [each for each in self._pending if each.op in raced]:
             self._complete(pending)
-        memory.uses = [use for use in uses if use not in raced]
 
     def _begin(self, name: str, args: Any, named: dict[str, Any], written: tuple[int | str, ...]) -> Op:
         op = Op(len(self.program.ops), name, tuple(args), named, written=written, sites=find_sites(4))
@@ -421,10 +419,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _find(self, tensor: Tensor) -> int:
         """Return the value of a tensor; make a new value if no recorded operator computed it."""
+        if self._memory(tensor).uses:
+            with _without_modes():
+                self._check_race(tensor, "read")
+        return self._find_viewed(tensor)
+
+    def _find_viewed(self, tensor: Tensor) -> int:
         with _without_modes():
             memory, geometry = self._memory(tensor), geometry_of(tensor)
-            if memory.uses:
-                self._check_race(tensor, "read")
             known = memory.entries.get((geometry, tensor.dtype))
             is_known = known is not None and known[1] == memory.epoch
             number = known[0] if known and is_known else self._read(memory, tensor, geometry)

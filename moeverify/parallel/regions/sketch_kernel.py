@@ -19,7 +19,7 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that the kernel reads."""
 
-_ROWS, _COLUMNS, _UNROLLED = 128, 512, 4
+_ROWS, _COLUMNS, _UNROLLED = 256, 1024, 8
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -331,6 +332,29 @@ def test_the_input_of_a_collective_may_be_read_and_not_written(use: str, races: 
             memory.mul_(2)  # takes what it writes
         work.wait()
     assert len(recorder.program.races) == races
+
+
+@pytest.mark.parametrize(
+    ("rows", "races"), [(slice(3, 6), 0), (slice(2, 5), 1), (slice(0, 0), 0), ((slice(None), slice(1, 2)), 1)]
+)
+def test_a_race_needs_memory_that_both_use(rows: Any, races: int) -> None:
+    memory = make(6, 4)
+    recorder = Recorder()
+    with a_group(), recorder.recording():
+        work = dist.all_reduce(memory[:3], async_op=True)
+        memory[rows].mul_(2)
+        work.wait()
+    assert len({race.op for race in recorder.program.races}) == races
+
+
+def test_columns_of_one_tensor_share_no_memory() -> None:
+    memory, out = make(6, 4), make(6, 2)
+    recorder = Recorder()
+    with a_group(), recorder.recording():
+        work = dist.all_gather([out], memory[:, :2], async_op=True)
+        memory[:, 2:].mul_(2)
+        work.wait()
+    assert not recorder.program.races
 
 
 def test_a_collective_of_the_program_is_its_own_under_a_mode_of_torch_functions() -> None:
