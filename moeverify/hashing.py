@@ -11,6 +11,8 @@ from torch import Tensor
 GOLDEN_RATIO = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
 FACTORS = (-4658895280553007687, -7723592293110705685)  # from splitmix64's finalizer, as signed numbers
 
+STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: distinguishes equal words at different positions
+
 # Elements per chunk. On a CPU, the dozen temporaries of a hash then fit into the cache of a core: 70 ns per
 # element, against 480 ns with 2**22 elements. Elsewhere a chunk is large enough to fill the device.
 CHUNK, CHUNK_OF_DEVICE = 2**15, 2**22

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from moeverify.cases.schema import Case
-from moeverify.hashing import GOLDEN_RATIO, mix
+from moeverify.hashing import GOLDEN_RATIO, STRIDE, mix
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import CheckName
 from moeverify.results.facts import ExpertFacts
 from moeverify.results.finding import Finding
 from moeverify.train.subjects import subject_of
 from moeverify.verification.checks.base import Check, CheckOutcome, RankLoad, ShownTensors, make_outcome
-from moeverify.verification.compare.difference import INTEGERS, STRIDE
+from moeverify.verification.compare.difference import INTEGERS
 
 _MASK = (1 << 64) - 1
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moeverify.hashing import FACTORS, GOLDEN_RATIO
+from moeverify.hashing import FACTORS, GOLDEN_RATIO, STRIDE
 from moeverify.triton_support import can_compile
 
 NUM_STATISTICS = 10
@@ -22,7 +22,6 @@ _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
 LARGEST = torch.finfo(torch.float64).max
 # The integer dtype with which the bits of an element are read, by element size in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-STRIDE = -4417276706812531889  # 0xC2B2AE3D27D4EB4F, odd: distinguishes equal words at different positions
 
 
 @dataclass(frozen=True)
@@ -202,9 +201,9 @@ def fingerprint_bits(local: Tensor) -> Tensor:
     """
     words, rest = as_words(local)
     if can_compile(words.device):
-        from moeverify.verification.compare.gpu import kernels
+        from moeverify.verification.compare.gpu import hash_kernel
 
-        return kernels.hash_words(words, rest)
+        return hash_kernel.hash_words(words, rest)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = _chunk_size(words)
     places = torch.arange(min(size, words.numel()), device=words.device).mul_(STRIDE)

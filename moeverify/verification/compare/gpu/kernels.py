@@ -5,7 +5,7 @@ forty kernels per tensor. Here, each program reads a span of one tensor and writ
 give the addresses of the spans, so one launch serves any number of tensors of one dtype. The caller merges
 the rows of a tensor.
 
-Each lane of a program sums every `_LANES`-th element of its span, and the lanes are added at the end. The
+Each lane of a program sums every `LANES`-th element of its span, and the lanes are added at the end. The
 order of summation depends only on shapes, so a repeated comparison gives the same bits.
 """
 
@@ -18,19 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeverify.hashing import FACTORS, GOLDEN_RATIO
-from moeverify.verification.compare.difference import NUM_STATISTICS, STRIDE
+from moeverify.verification.compare.difference import NUM_STATISTICS
+from moeverify.verification.compare.gpu.hash_kernel import LANES, WORDS, add_words
 
-# Elements and eight-byte words per program: some megabytes give enough programs for a GPU.
-SPAN, WORDS = 1 << 13, 1 << 13
-_LANES = 1 << 9
+SPAN = 1 << 13  # elements per program: some megabytes give enough programs for a GPU
 
 _NUM_STATISTICS = tl.constexpr(NUM_STATISTICS)
 _LARGEST = tl.constexpr(torch.finfo(torch.float64).max)
 _FAR = tl.constexpr(1 << 62)
-_GOLDEN_RATIO = tl.constexpr(GOLDEN_RATIO)
-_STRIDE = tl.constexpr(STRIDE)
-_FIRST_FACTOR, _SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
 
 _TYPES = {
     torch.float64: tl.float64,
@@ -101,18 +96,8 @@ def compare_spans(memory: Tensor, tables: Tables, expected: Tensor, dtype: torch
         _BITS[dtype.itemsize],
         SPAN,
         WORDS,
-        _LANES,
+        LANES,
     )
-
-
-def hash_words(words: Tensor, rest: Tensor) -> Tensor:
-    """Return the hash of a tensor's words and remaining elements, as `fingerprint_bits` does. Shape: () int64.
-
-    Shapes: words (W,) and rest (R,) int64, contiguous, from `as_words`.
-    """
-    out = torch.empty(max(1, triton.cdiv(len(words), WORDS)), dtype=torch.int64, device=words.device)
-    _hash_part[(len(out),)](words, len(words), rest, len(rest), out, WORDS, _LANES)
-    return out.sum()
 
 
 @triton.jit(do_not_specialize=["measured", "num_measured", "hashed"])
@@ -200,40 +185,4 @@ def _hash_span(entry, out, bits: tl.constexpr, span: tl.constexpr, num_lanes: tl
     first = tl.load(entry + 2)
     rest = tl.load(entry + 3).to(tl.pointer_type(bits))
     num_rest = tl.load(entry + 4)
-    tl.store(out, _hash_words(words, num_words, first, rest, num_rest, span, num_lanes))
-
-
-@triton.jit
-def _hash_part(words, num_words, rest, num_rest, out, span: tl.constexpr, num_lanes: tl.constexpr):
-    number = tl.program_id(0)
-    first = number.to(tl.int64) * span
-    left = num_words - first
-    num_rest = tl.where(left <= span, num_rest, 0)
-    found = _hash_words(words + first, tl.minimum(left, span), first, rest, num_rest, span, num_lanes)
-    tl.store(out + number, found)
-
-
-@triton.jit
-def _hash_words(words, num_words, first, rest, num_rest, span: tl.constexpr, num_lanes: tl.constexpr):
-    lanes = tl.arange(0, num_lanes).to(tl.int64)
-    total = tl.zeros((num_lanes,), dtype=tl.int64)
-    for start in range(0, span, num_lanes):
-        index = start + lanes
-        inside = index < num_words
-        word = tl.load(words + index, mask=inside, other=0)
-        total += tl.where(inside, _scramble(word, first + index), 0)
-    word = tl.load(rest + lanes, mask=lanes < num_rest, other=0).to(tl.int64)
-    total += tl.where(lanes < num_rest, _scramble(word, first + num_words + lanes), 0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
-def _scramble(word, place):
-    # `moeverify.hashing.mix`: the finalizer of SplitMix64. Shifts must be logical, so they use unsigned
-    # integers.
-    value = (word * _GOLDEN_RATIO + place * _STRIDE).to(tl.uint64, bitcast=True)
-    value = (value ^ (value >> 30)).to(tl.int64, bitcast=True) * _FIRST_FACTOR
-    value = value.to(tl.uint64, bitcast=True)
-    value = (value ^ (value >> 27)).to(tl.int64, bitcast=True) * _SECOND_FACTOR
-    value = value.to(tl.uint64, bitcast=True)
-    return (value ^ (value >> 31)).to(tl.int64, bitcast=True)
+    tl.store(out, add_words(words, num_words, first, rest, num_rest, span, num_lanes))

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from moeverify.verification.compare.difference import Read
-from moeverify.verification.compare.gpu.kernels import SPAN, WORDS, Tables
+from moeverify.verification.compare.gpu.hash_kernel import WORDS
+from moeverify.verification.compare.gpu.kernels import SPAN, Tables
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Values = np.ndarray[Any, Any]

@@ -74,8 +74,8 @@ def test_each_shard_is_measured_and_hashed_as_alone(
 def test_a_single_tensor_has_the_same_hash_from_the_kernel(
     dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = importlib.import_module("moeverify.verification.compare.gpu.kernels")
-    monkeypatch.setattr(kernels, "WORDS", kernels._LANES)  # so that a tensor has many spans
+    kernels = importlib.import_module("moeverify.verification.compare.gpu.hash_kernel")
+    monkeypatch.setattr(kernels, "WORDS", kernels.LANES)  # so that a tensor has many spans
     wide = torch.float64 if dtype.is_floating_point else dtype
     values = [make(shape, wide, 2).to(dtype) for shape in SHAPES]
     expected = [int(fingerprint_bits(each)) for each in values]
