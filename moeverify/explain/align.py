@@ -30,6 +30,7 @@ class Alignment(KnownValues):
     def _forget(self) -> None:
         """Forget judgements, which depend on the values."""
         self._same: dict[Key, bool] = {}
+        self._lacking: dict[tuple[Key, tuple[int, ...]], bool] = {}
         self._foreign: dict[At, bool] = {}
         self._parts: dict[At, bool] = {}
         self._numbers: dict[AbstractSet[At], Tensor] = {}
@@ -64,24 +65,45 @@ class Alignment(KnownValues):
         """Return whether ranks compute the same elements as the single device at the same line and module.
 
         Each element of a rank must occur there on the single device, and together the ranks must have all
-        of them. Return True where this cannot be decided: moved values, parts of sums, multiples, and lines
-        that the single device does not run.
+        of them. Return True where this cannot be decided: parts of sums, multiples, and lines that the single
+        device does not run. Of moved values only the number of elements is compared.
         """
         op = self.joint.op(self.joint.maker(at))
         key = self.key(at)
         theirs = self._one_by_key.get(key)
-        if (
-            op.phase != "forward"
-            or theirs is None
-            or known.ids is None
-            or op.meeting is not None
-            or (self.is_moved(at, op) and not _has_index(self.joint, at))
-        ):
+        if op.phase != "forward" or theirs is None or known.ids is None or op.meeting is not None:
             return True
+        if self.is_moved(at, op) and not _has_index(self.joint, at):
+            return bool(known.over) or not self._lacks_elements(key, theirs, tuple(known.ids.shape))
         found = self._same.get(key)
         if found is None:
             found = self._same[key] = self._compare_elements(key, theirs)
         return found
+
+    def _lacks_elements(self, key: Key, theirs: AbstractSet[int], shape: tuple[int, ...]) -> bool:
+        """Return whether ranks have zeros at a place where one device has none, and lack its elements.
+
+        Ranks own different elements, such as rows of a vocabulary, and add theirs up later, or never. Values of
+        `shape` that one device has, too, lack elements where all ranks have zeros, others if they have too few.
+        """
+        if (key, shape) not in self._lacking:
+            right = [each for number in theirs if (each := self.one.values[number].data) is not None]
+            here = [
+                data
+                for at in self._by_key[key]
+                if (data := self.data(at)) is not None and data.shape == shape
+            ]
+            same = [each for each in right if each.shape == shape]
+            there = same or [each for each in right if _holds(tuple(each.shape), shape)]
+            if same:
+                is_short = bool(here) and not bool(torch.stack([each != 0 for each in here]).any(0).all())
+            else:
+                num_here, num_there = (
+                    sum(int(each.count_nonzero()) for each in side) for side in (here, there)
+                )
+                is_short = num_here < num_there and not all(bool(each.all()) for each in here)
+            self._lacking[key, shape] = is_short and bool(there) and all(bool(each.all()) for each in there)
+        return self._lacking[key, shape]
 
     def _is_foreign(self, at: At) -> bool:
         """Return whether a moved value has numbers that the lines that computed them do not have on one device.
@@ -106,10 +128,11 @@ class Alignment(KnownValues):
     def _list_whole(self, at: At) -> list[At] | None:
         """Return the values that an operator may pass on whole to a value; None if it computes the value."""
         op = self.joint.op(self.joint.maker(at))
-        if op.meeting is not None or not self.is_moved(at, op) or _has_index(self.joint, at):
+        is_joined = op.meeting is None or op.name.startswith("collective.all_gather")
+        if not (is_joined and self.is_moved(at, op)) or _has_index(self.joint, at):
             return None
         size = math.prod(self.joint.value(at).shape)
-        sources = [(at[0], number) for number in op.reads()]
+        sources = self.joint.reads(self.joint.maker(at))
         return [each for each in sources if math.prod(self.joint.value(each).shape) <= size]
 
     def _list_origins(self, at: At) -> frozenset[At]:
@@ -161,6 +184,9 @@ class Alignment(KnownValues):
         if any(each is None or each.ids is None or each.over or each.scale != 1.0 for each in known):
             return True
         sides = [[each for each in side if each is not None] for side in (map(self.data, mine), right)]
+        shapes = {tuple(each.shape) for each in sides[0]}
+        if any(self._lacks_elements(key, theirs, shape) for shape in shapes):
+            return False
         is_taken = _has_index(self.joint, mine[0])
         return has_same_numbers(*sides, counts=is_taken)
 
@@ -203,6 +229,11 @@ class Alignment(KnownValues):
         """
         theirs = len(self._one_by_key.get(self.key(at), ()))
         return theirs > 0 and sum(each[0] == at[0] for each in self.siblings(at)) % theirs == 0
+
+
+def _holds(whole: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether a part of a tensor may have this shape."""
+    return len(whole) == len(shape) and all(size >= part for size, part in zip(whole, shape, strict=True))
 
 
 def _has_index(joint: Joint, at: At) -> bool:

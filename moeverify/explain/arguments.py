@@ -131,9 +131,21 @@ def is_equal(data: Tensor, tensor: Tensor) -> bool:
     return bool(((data == actual) | (data.isnan() & actual.isnan())).all())
 
 
-def is_covered(size: int, places: Sequence[Geometry], wanted: Geometry) -> bool:
-    """Return whether the written places cover the place that is read, in a storage of `size` elements."""
-    seen = torch.zeros(size, dtype=torch.bool)
-    for place in places:
-        seen.as_strided(place.shape, place.stride, place.offset).fill_(True)
-    return bool(seen.as_strided(wanted.shape, wanted.stride, wanted.offset).all())
+def list_visible(
+    size: int, writes: Sequence[tuple[int, Geometry]], wanted: Geometry
+) -> list[tuple[int, Geometry]]:
+    """Return the writes that a read of a place shows, oldest first, in a storage of `size` elements.
+
+    Later writes hide earlier ones. Empty if some of the elements that are read were not written.
+    """
+    done = torch.ones(size, dtype=torch.bool)  # not read, or found
+    done.as_strided(wanted.shape, wanted.stride, wanted.offset).fill_(False)
+    num_done, found = int(done.sum()), []
+    for number, place in reversed(writes):
+        done.as_strided(place.shape, place.stride, place.offset).fill_(True)
+        before, num_done = num_done, int(done.sum())
+        if num_done > before:
+            found.append((number, place))
+        if num_done == size:
+            return found[::-1]
+    return []

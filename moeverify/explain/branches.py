@@ -267,9 +267,22 @@ class Branches:
 
     def _only_communicates(self, rank: int, steps: Collection[int], block: _Block) -> bool:
         """Return whether a block runs collectives, or allocates their buffers, and else only passes on elements."""
-        ops = self._list_ops(rank, steps, block)
-        is_needed = any(self._joint.op(op).meeting is not None or is_blank(self._joint.op(op)) for op in ops)
-        return is_needed and all(map(self._passes, ops))
+        is_needed = False
+        for line in block:
+            ops = self._list_ops(rank, steps, (line,))
+            sends_objects = any(map(self._is_of_bytes, ops))  # torch computes their sizes
+            if not sends_objects and not all(map(self._passes, ops)):
+                return False
+            is_needed |= any(
+                self._joint.op(op).meeting is not None or is_blank(self._joint.op(op)) for op in ops
+            )
+        return is_needed
+
+    def _is_of_bytes(self, op: At) -> bool:
+        """Return whether an operator is a collective of bytes, such as pickled objects."""
+        values = [*self._joint.own_reads(op), *self._joint.results(op)]
+        is_met = self._joint.op(op).meeting is not None
+        return is_met and any(self._joint.value(at).dtype == "uint8" for at in values)
 
     def _list_ops(self, rank: int, steps: Collection[int], block: _Block) -> list[At]:
         """Return the operators that the lines of a block call in some steps."""

@@ -237,7 +237,7 @@ class Creation:
         found: dict[At, RightElements] = {}
         for pair in pair_tensors(op, other):
             mine, right = self._alignment.data((at[0], pair.mine)), self._one.data(pair.theirs)
-            if mine is None or right is None:
+            if mine is None or right is None or not _is_broadcast(mine.shape, wanted.right.shape):
                 return {}
             numbers = torch.arange(right.numel()).reshape(right.shape).expand(shape)
             index = numbers.reshape(-1)[wanted.places.clamp(min=0)]
@@ -374,6 +374,12 @@ def _is_elementwise(op: Op) -> bool:
         return torch.Tag.pointwise in find(op.name).tags
     except NotExecutable:
         return False
+
+
+def _is_broadcast(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Return whether a tensor of `shape` expands to `whole`."""
+    dims = zip(reversed(shape), reversed(whole), strict=False)
+    return len(shape) <= len(whole) and all(own in (1, size) for own, size in dims)
 
 
 def _scatter(wanted: RightElements, chosen: Tensor, index: Tensor, data: Tensor) -> RightElements | None:

@@ -35,7 +35,7 @@ from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.races import list_races
-from moeverify.explain.regroup import Groups, list_regroupings
+from moeverify.explain.regroup import Groups, list_continued, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
@@ -224,7 +224,7 @@ class Explainer:
         if factor is not None:
             alignment = alignment.without_scale(factor)
         stretch = self._open(alignment, target)
-        first = next(self._list_suspects(stretch), None)
+        first = next(self._with_makers(self._list_suspects(stretch)), None)
         place = [] if first is None else [OperatorCause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
@@ -310,8 +310,9 @@ class Explainer:
             returns = list_returns(alignment, self.one, self.landmarks, ops)
             returns = (each for each in returns if all(self.alignment.find(at) for at in each.changes.values))
             regrouped = list_regroupings(alignment, self.groups, ops, widens=True)
+            continued = list_continued(alignment, self.groups, ops)
             edits = list_edits(alignment, self.one, counterparts, ops)
-            for edit in itertools.chain(regrouped, returns, edits):
+            for edit in itertools.chain(regrouped, returns, continued, edits):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1
@@ -388,11 +389,14 @@ class Explainer:
         unknown: Sequence[At],
         state: Execution,
     ) -> tuple[list[OperatorCause], Execution]:
-        """Return a chain of edits without its first one, if the others alone repair the same results.
+        """Return a chain of edits without its first one, or its last alone, if these repair the same results.
 
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
         experiment confirms a first edit that inserts an operand of another module.
         """
+        alone = self.proof.repairs(chain[-1].repairs[0], target, unknown, state)
+        if alone is not None:
+            return chain[-1:], alone
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
         comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))

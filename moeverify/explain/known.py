@@ -323,7 +323,11 @@ class KnownValues:
         return None
 
     def _look_up_sum(self, at: At, op: Op) -> Known | None:
-        """Look up the sum of this value and values of other ranks or micro-batches."""
+        """Look up the sum of this value and values of other ranks or micro-batches.
+
+        Replicas of a part, such as a gradient that is summed over `tp`, make the sum over more ranks a multiple.
+        """
+        multiple = None
         for parts in self._list_sums(at):
             data = [self.data(each) for each in parts]
             if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
@@ -331,9 +335,11 @@ class KnownValues:
                 known = self.locate(total, op, self.key(at)) or self._match_total(total, self.key(at))
                 if known is not None and all(torch.equal(each, data[0]) for each in data if each is not None):
                     return Known(known.ids, known.scale / len(parts))  # replicas
-                if known is not None:
-                    return Known(known.ids, known.scale, parts)
-        return None
+                if known is not None and known.scale == 1.0:
+                    return replace(known, over=parts)
+                if known is not None and multiple is None:
+                    multiple = replace(known, over=parts)
+        return multiple
 
     def _match_total(self, total: Tensor, key: Key) -> Known | None:
         """Return a match if a total equals the single device's total over its micro-batches.

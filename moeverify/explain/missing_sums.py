@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import is_copied, list_group, list_of_step, walk_back
+from moeverify.explain.chains import is_copied, list_chain, list_group, list_of_step, walk_back
 from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edit import Edit
@@ -46,8 +46,11 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
     first = next(iter(wanted), None)
     known = alignment.find(first) if edit.kind == "operand" and first is not None else None
     is_moved = known is not None and known.ids is not None and not known.over
-    if edit.kind != "operand" or first is None or is_moved:
-        return  # elements of one device are in a wrong place, and no sum is missing
+    if edit.kind != "operand" or first is None:
+        return
+    if is_moved:  # elements of one device are in a wrong place, or zero
+        yield from _list_completed(alignment, groups, first, wanted[first], state)
+        return
 
     def reads(op: At) -> list[At]:
         taken = list_of_step(joint, joint.own_reads(op))
@@ -76,6 +79,21 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
             done = joint.execute(each.changes, list(wanted), state)
             if all(at not in done.tainted and _is_same(done.data(at), right) for at, right in wanted.items()):
                 yield each
+
+
+def _list_completed(
+    alignment: Alignment, groups: Groups, at: At, right: Tensor, state: Execution
+) -> Iterator[Edit]:
+    """Yield sums over ranks of the values from which a value was moved that lacks elements of other ranks."""
+    joint, data = alignment.joint, alignment.data(at)
+    if data is None or data.shape != right.shape or not bool(((data == 0) & (right != 0)).any()):
+        return
+    for op in list_chain(joint, [at]):
+        for each in list_reductions(alignment, groups, [op]):
+            if each.numbers[0][0] == "sum" and op in each.ops:
+                done = joint.execute(each.changes, [at], state)
+                if at not in done.tainted and _is_same(done.data(at), right):
+                    yield each
 
 
 def list_unreduced_terms(

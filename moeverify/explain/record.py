@@ -23,9 +23,9 @@ from moeverify.explain.arguments import (
     geometry_of,
     has_memory,
     has_operators,
-    is_covered,
     is_equal,
     list_tensors,
+    list_visible,
     member,
     member_of,
     name_of,
@@ -444,9 +444,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         same_dtype = all(
             self.program.values[number].dtype == str(tensor.dtype)[6:] for number, _ in memory.writes
         )
-        if memory.writes and same_dtype and is_covered(size, [place for _, place in memory.writes], geometry):
-            numbers = tuple(number for number, _ in memory.writes)
-            places = tuple(place for _, place in memory.writes)
+        shown = list_visible(size, memory.writes, geometry) if same_dtype else []
+        if shown:
+            numbers, places = zip(*shown, strict=True)
             return self._add_pseudo(READ, tensor, (places, geometry, size), numbers)
         number = self._add_pseudo(LEAF, tensor, (), ())
         memory.writes.append((number, geometry))
