@@ -28,7 +28,7 @@ from moeverify.explain.further import Further
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.missing_sums import list_missing_sums
-from moeverify.explain.multiples import list_unscaled
+from moeverify.explain.multiples import list_scaled_lines, list_unscaled
 from moeverify.explain.narrowing import find_narrowing
 from moeverify.explain.numbers import list_constants
 from moeverify.explain.origins import Origins
@@ -326,7 +326,8 @@ class Explainer:
                     step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
                     steps.append((step, self.joint.execute(step.changes, None, state)))
             before.update(ops)
-        scaled = list_unscaled(alignment, unknown, self.origins)
+        lines = list_scaled_lines(alignment, suspects, self.origins)
+        scaled = itertools.chain(lines, list_unscaled(alignment, unknown, self.origins))
         if (found := self._try(scaled, target, unknown, state, end)) is not None:
             return found  # one edit says more than a chain of them
         for step, after in steps[:_MOST_BRANCHES] if len(chosen) < _LONGEST_CHAIN else ():
@@ -394,8 +395,12 @@ class Explainer:
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
         experiment confirms a first edit that inserts an operand of another module.
         """
-        alone = self.proof.repairs(chain[-1].repairs[0], target, unknown, state)
-        if alone is not None:
+        last = chain[-1].repairs[0]
+        earlier = {op for cause in chain[:-1] for op in cause.ops}
+        is_first = earlier.isdisjoint(
+            self.joint.list_before([at for op in last.ops for at in self.joint.reads(op)])
+        )
+        if is_first and (alone := self.proof.repairs(last, target, unknown, state)) is not None:
             return chain[-1:], alone
         first = set(chain[0].ops)
         later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
@@ -406,7 +411,6 @@ class Explainer:
         changes = Changes()
         for cause in chain[1:]:
             changes = changes | cause.repairs[0].changes
-        last = chain[-1].repairs[0]
         without = Edit(last.kind, last.ops, changes, last.others, last.place)
         again = self.proof.repairs(without, target, unknown, state)
         again = again or self._repair_as_many(changes, done, state)

@@ -44,6 +44,20 @@ def list_unscaled(
                     yield Edit("scale", list_group(alignment, op, inside), changes)
 
 
+def list_scaled_lines(
+    alignment: Alignment, suspects: Sequence[tuple[At, ...]], origins: Origins
+) -> Iterator[Edit]:
+    """Yield edits that give a line the number that it multiplies by on one device, if suspects take its multiples."""
+    seen: set[At] = set()
+    for ops in suspects:
+        for at in alignment.joint.reads(ops[0]):
+            factor, maker = origins.trace_scale(at)
+            edit = origins.rescale(maker, factor) if factor != 1.0 and maker not in seen else None
+            seen.add(maker)
+            if edit is not None:
+                yield edit
+
+
 def _is_multiplied(alignment: Alignment, part: At, origins: Origins) -> bool:
     """Return whether an operator that multiplies by a number has made a part of a sum a multiple."""
     return multiplies(alignment.joint, origins.trace_scale(part, of_parts=True)[1])

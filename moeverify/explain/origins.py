@@ -16,6 +16,7 @@ from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_ba
 from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, key_line, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
+from moeverify.explain.edit import Edit
 from moeverify.explain.indexing import number_sources
 from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.known import Known
@@ -172,14 +173,29 @@ class Origins:
 
     def _find_own_factor(self, op: At) -> float:
         """Return the factor of an operator that multiplies or divides by a number, relative to one device."""
-        recorded = self._joint.op(op)
-        others = map(self._one.program.op_of, self._alignment.list_counterparts((op[0], recorded.results[0])))
-        theirs = [number for each in others for number in each.args[1:2]]
-        is_number = all(type(each) in (int, float) and each for each in theirs)
-        if not is_number or len(set(theirs)) > 1:
+        recorded, theirs = self._joint.op(op), self._list_numbers_there(op)
+        if len(theirs) > 1 or not all(type(each) in (int, float) and each for each in theirs):
             return 1.0  # such as a tensor, or another number in each layer
-        ratio = float(recorded.args[1]) / (theirs[0] if theirs else 1.0)
+        ratio = float(recorded.args[1]) / next(iter(theirs), 1.0)
         return 1 / ratio if ratio and recorded.short.rstrip("_") == "div" else ratio
+
+    def _list_numbers_there(self, op: At) -> set[Any]:
+        """Return the second arguments of an operator's counterparts on one device."""
+        others = self._alignment.list_counterparts((op[0], self._joint.op(op).results[0]))
+        return {number for each in map(self._one.program.op_of, others) for number in each.args[1:2]}
+
+    def rescale(self, op: At, factor: float) -> Edit | None:
+        """Return the edit that gives the line of an operator the number of one device; None for another factor."""
+        if not multiplies(self._joint, op) or not math.isclose(
+            self._find_own_factor(op), factor, rel_tol=1e-9
+        ):
+            return None
+        changes = self._divide_line(op, factor)
+        (theirs,) = self._list_numbers_there(op) or (1.0,)
+        ops = tuple(sorted(changes.ops, key=lambda each: (each != op, self._joint.place(each))))
+        return Edit(
+            "number", ops, changes, place=(1,), numbers=((str(self._joint.op(op).args[1]), str(theirs)),)
+        )
 
     def _divide_line(self, op: At, factor: float) -> Changes:
         """Return changes that divide the results of an operator on all ranks, in all layers that run its line."""
