@@ -19,6 +19,7 @@ from moeverify.explain.edits import (
 )
 from moeverify.explain.insertions import list_insertions
 from moeverify.explain.integers import list_integers
+from moeverify.explain.inverses import list_inverses
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.missing_sums import list_unreduced_terms
 from moeverify.explain.owned import list_owned
@@ -62,6 +63,7 @@ class Further:
         yield from list_owned(alignment, self._one, ops)
         for op in list_chain(self._joint, self._joint.own_reads(ops[0])):
             yield from list_chain_numbers(alignment, self._one, op)
+            yield from list_inverses(alignment, op)
 
     def list_edits(
         self,
