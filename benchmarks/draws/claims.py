@@ -246,6 +246,8 @@ def _read_kind_of_culprit(
 ) -> str:
     here, mechanism = culprit["here"], culprit["mechanism"]
     mechanism = "group" if mechanism == "removed" and culprit["axes"] else mechanism  # a needless collective
+    if mechanism == "group" and here["operator"] == "recv":
+        return "elsewhere"  # a message of a ring from another neighbor
     if mechanism in _KIND_OF_MECHANISM and (here["step"] >= 0 or mechanism == "dtype"):
         is_rate = mechanism == "scale" and here["phase"] == "step"
         is_short = mechanism == "moved" and culprit["moves_there"]  # one device computes on

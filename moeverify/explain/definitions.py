@@ -36,6 +36,7 @@ from moeverify.explain.syntax import (
     list_conditions,
     list_loads,
     list_parameters,
+    list_sized,
     list_stored,
     list_targets,
     name_called,
@@ -253,7 +254,7 @@ class Definitions:
             chosen = self._walk(uses, skips_calls, _ALL, values) if values is not None else []
             found = [each for each in chosen if each.is_new]
             found += self._walk(uses, skips_calls, plain, None, has_objects=has_objects)
-        found.sort(key=lambda each: (not each.is_evidence, each.is_passed, not each.is_new))
+        found.sort(key=lambda each: (not each.is_evidence, each.is_passed, not each.is_new, each.passes))
         return {each.site: each.difference for each in found}
 
     def _walk(
@@ -275,7 +276,10 @@ class Definitions:
         while waiting and len(seen) < _MOST_VISITED:
             use, user = waiting.popleft()
             skipped = ast.Call if skips_calls and use in uses else ()
-            nodes = [each for each in list_loads(use.node) if not isinstance(each, skipped)]
+            sized = list_sized(use.node) if user is not None and values is not None else set()
+            nodes = [
+                each for each in list_loads(use.node) if not isinstance(each, skipped) and each not in sized
+            ]
             for each in (definition for node in nodes for definition in self._define(node, use)):
                 key, line = (each.value, each.scope.function), first_line(each.value)
                 is_plain_value = isinstance(each.value, plain) or self._is_number(each)

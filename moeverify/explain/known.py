@@ -335,7 +335,8 @@ class KnownValues:
                 known = self.locate(total, op, self.key(at)) or self._match_total(total, self.key(at))
                 if known is not None and all(torch.equal(each, data[0]) for each in data if each is not None):
                     return Known(known.ids, known.scale / len(parts))  # replicas
-                if known is not None and known.scale == 1.0:
+                is_of_ranks = len({rank for rank, _ in parts}) == len(parts)  # others may fit by chance
+                if known is not None and known.scale == 1.0 and (multiple is None or is_of_ranks):
                     return replace(known, over=parts)
                 if known is not None and multiple is None:
                     multiple = replace(known, over=parts)

@@ -12,6 +12,7 @@ from moeverify.explain.sites import parse_file
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 RETURNED = "return"
 """Name of the value that a function returns."""
+_SIZES = frozenset({"len", "numel", "nelement"})
 LEAVES = (ast.Return, ast.Continue, ast.Break, ast.Raise)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -88,6 +89,16 @@ def first_line(node: ast.AST) -> int:
 def function_line(function: Function) -> int:
     """Return the line of a function, or of its first decorator."""
     return min(map(first_line, (function, *getattr(function, "decorator_list", ()))))
+
+
+def list_sized(node: ast.AST) -> set[ast.AST]:
+    """Return the parts of an expression that ask for the size of a value, such as `len(x)` and `x.shape[0]`.
+
+    The size of a rank's part is right by itself, and may be the wrong number where it is asked for.
+    """
+    calls = (each for each in ast.walk(node) if isinstance(each, ast.Call) and name_called(each) in _SIZES)
+    shapes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and each.attr == "shape")
+    return {inner for each in (*calls, *shapes) for inner in ast.walk(each)}
 
 
 def list_loads(node: ast.AST) -> Iterator[ast.expr]:

@@ -114,6 +114,20 @@ def test_parts_of_a_sum_are_known_with_all_that_is_summed(parts: list[Program]) 
         assert torch.allclose(alignment.elements.pick(known.ids), data_of(one, find_result(one)[1]))
 
 
+def test_a_part_that_ranks_of_another_axis_have_too_is_no_multiple() -> None:
+    x, w = make(6, 4), make(4, 5, seed=1)
+    halves = (slice(0, 2), slice(2, 4))
+    ranks = [
+        record_call(contract, x=x[:, half], w=w[half])
+        for half in (halves[0], halves[0], halves[1], halves[1])
+    ]
+    alignment = Alignment(Joint(ranks), record_call(contract, x=x, w=w), (2.0,))
+    alignment._groups = [(0, 1, 2, 3), (0, 2), (1, 3)]
+    known = alignment.find(find_result(ranks[0]))
+    assert known is not None
+    assert (known.scale, [rank for rank, _ in known.over]) == (1.0, [0, 2])
+
+
 def contract_each(x: Tensor, w: Tensor) -> Tensor:
     """Return the joined results of one contraction per expert: (6, 5)."""
     return torch.cat([rows @ w[expert] for expert, rows in enumerate(x)])

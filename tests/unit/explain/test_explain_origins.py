@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from generated import explain, explain_call, read
 from recordings import data_of, find_result, make, record_call
 from torch import Tensor
+from torch.autograd import Function
 
 from moeverify.explain.describe import describe_op
 from moeverify.explain.explain import Explainer
@@ -165,3 +168,33 @@ def test_lost_elements_are_traced_to_the_operator_that_set_them_to_zero() -> Non
     assert maker is not None
     assert read(describe_op(program, program.ops[maker[1]])) == "y * inside[:, None]"
     assert origins.trace_zeros(find_result(program), right * inside.repeat_interleave(5)) is None
+
+
+class Passed(Function):
+    """Return the input; the gradient is divided by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int) -> Tensor:
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad / ctx.size, None
+
+
+def test_a_backward_line_that_layers_share_is_named_with_its_number() -> None:
+    def train(x: Tensor, size: int) -> Tensor:
+        x = x.clone().requires_grad_()
+        hidden = x
+        for _ in range(3):
+            hidden = hidden + Passed.apply(hidden.sin(), size).cos()  # type: ignore[no-untyped-call]
+        (gradient,) = torch.autograd.grad(hidden.square().sum(), x)
+        return gradient
+
+    culprit, *_ = explain(
+        record_call(lambda x: train(x, 2), None, x=make(4, 5)),
+        record_call(lambda x: train(x, 1), None, x=make(4, 5)),
+    )
+    assert (culprit.mechanism, culprit.numbers) == ("number", (("2", "1"),))
+    assert read(culprit.here) == "grad / ctx.size"

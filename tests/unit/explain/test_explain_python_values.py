@@ -59,6 +59,13 @@ class Optimizer:
 
 def scale(rate, decay, ranks):
     return rate * decay / ranks
+
+def average(rows, count):
+    some = count + 0
+    part = rows[:some]
+    length = len(part)
+    weight = 1 / length
+    return weight * 3
 """
 
 
@@ -143,6 +150,15 @@ def test_a_size_of_the_run_is_no_evidence(module: ModuleType) -> None:
     one, ranks = train(module, "", 1), train(module, "", 2)
     found, same = (find(module, "rate * decay / ranks", each, ranks) for each in (one, ranks))
     assert [line for line, _ in found] == [line for line, _ in same]
+
+
+def test_the_size_of_a_part_is_asked_for_where_it_becomes_a_number(module: ModuleType) -> None:
+    rows = list(range(16))
+    one, ranks = (record(lambda count=count: module.average(rows, count)) for count in (16, 8))
+    assert find(module, "weight * 3", one, ranks) == [
+        ("weight = 1 / length", Difference("0.125", "0.0625")),
+        ("length = len(part)", Difference("8", "16", True)),
+    ]
 
 
 @pytest.mark.parametrize(

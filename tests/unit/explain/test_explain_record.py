@@ -347,6 +347,19 @@ def test_a_race_needs_memory_that_both_use(rows: Any, races: int) -> None:
     assert len({race.op for race in recorder.program.races}) == races
 
 
+def test_a_read_shows_the_last_write_of_each_part() -> None:
+    memory = make(6, 4)
+    recorder = Recorder()
+    with recorder.recording():
+        for part in (memory[:3], memory[3:], memory[:3]):
+            part.mul_(2)
+        memory.sum()
+    *_, read = list_ops(recorder.program, "read")
+    writes = list_ops(recorder.program, "mul_")
+    assert list(read.reads()) == [op.results[-1] for op in writes[1:]]
+    assert torch.equal(data_of(recorder.program, read.results[0]), memory)
+
+
 def test_columns_of_one_tensor_share_no_memory() -> None:
     memory, out = make(6, 4), make(6, 2)
     recorder = Recorder()

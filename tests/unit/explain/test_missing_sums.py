@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import find_input, list_ops, make, record_call
+from recordings import find_input, list_ops, make, record_call, result_of
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.chains import skip_sums
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.culprits import Culprits
+from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
-from moeverify.explain.joint import Joint
-from moeverify.explain.missing_sums import list_unreduced_terms
-from moeverify.explain.program import GroupRef, Meeting
+from moeverify.explain.joint import Changes, Joint
+from moeverify.explain.missing_sums import list_missing_sums, list_unreduced_terms
+from moeverify.explain.program import GroupRef, Meeting, Program
+from moeverify.parallel.regions.region import Region
 
 GROUPS = {"dp": [[0, 1]]}
 X = make(6, 4)
@@ -98,3 +100,46 @@ def test_terms_of_a_norm_that_reach_it_without_a_sum_over_ranks_are_listed(is_re
         assert (edit.kind, edit.numbers) == ("unreduced", (("sum", "tp"),))
         assert len(edit.ops) == 2  # one of two terms, on two ranks
         assert all(torch.isclose(each, cut.square().sum()) for each in edit.changes.values.values())
+
+
+def test_a_maximum_of_own_columns_is_reduced_by_a_maximum() -> None:
+    """The maximum of all columns repairs it, too, as another operand, which no rank has."""
+
+    def shift(x: Tensor, y: Tensor) -> Tensor:
+        return (x.sin() - y.amax(-1)).exp()
+
+    y = make(6, 8, seed=2)
+    ranks = [record_call(shift, x=make(6), y=part) for part in y.chunk(2, dim=-1)]
+    explainer = Explainer(ranks, record_call(shift, x=make(6), y=y), 0, (), GROUPS)
+    (cause,) = explainer.explain(20.0)
+    assert (cause.repairs[0].kind, cause.repairs[0].numbers) == ("unreduced", (("maximum", "dp"),))
+    assert {explainer.joint.op(op).short for op in cause.ops} == {"amax"}
+
+
+def test_a_lookup_in_own_rows_is_reduced_before_a_rank_takes_its_places() -> None:
+    """Elements that another rank owns are zero in it, and each element that it has is right."""
+
+    def look_up(rows: Tensor, ids: Tensor, rank: int, size: int) -> Tensor:
+        mine = (ids >= 0) & (ids < len(rows))
+        found = rows[ids.clamp(0, len(rows) - 1)] * mine[:, None]
+        part = len(found) // size
+        return (found[rank * part : (rank + 1) * part] * 2.0).cos()
+
+    def record(rows: Tensor, ids: Tensor, rank: int = 0, size: int = 1) -> Program:
+        part = 8 // size
+        region = Region.box((8, 4), [range(rank * part, (rank + 1) * part), range(4)])
+        return record_call(lambda rows, ids: look_up(rows, ids, rank, size), region, rows=rows, ids=ids)
+
+    table, ids = make(12, 4), torch.tensor([0, 7, 5, 6, 11, 3, 6, 2])
+    ranks = [record(rows, ids - 6 * rank, rank, 2) for rank, rows in enumerate(table.chunk(2))]
+    one = record(table, ids)
+    joint = Joint(ranks)
+    alignment = Alignment(joint, one)
+    taken = [(rank, result_of(program, "slice")) for rank, program in enumerate(ranks)]
+    made = [(rank, list_ops(program, "mul")[1].number) for rank, program in enumerate(ranks)]
+    assert [alignment.is_right(at) for op in made for at in joint.results(op)] == [False, False]
+    right = dict(zip(taken, table[ids].chunk(2), strict=True))
+    edit = Edit("operand", tuple(made), Changes(values=right))
+    edits = list(list_missing_sums(alignment, GROUPS, edit, joint.execute(Changes())))
+    assert [(each.kind, each.numbers) for each in edits] == [("unreduced", (("sum", "dp"),))]
+    assert {op[1] for op in edits[0].ops} == {list_ops(ranks[0], "mul")[0].number}
