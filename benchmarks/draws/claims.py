@@ -224,7 +224,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     )
 
 
-_SEEN = ("total", "reduction", "group", "unreduced", "race", "written")
+_SEEN = ("total", "reduction", "group", "unreduced", "race", "overwritten", "written")
 """Mechanisms whose line is not wrong by itself."""
 
 _KIND_OF_MECHANISM = {
@@ -237,6 +237,7 @@ _KIND_OF_MECHANISM = {
     "moved": "elsewhere",
     "created": "elsewhere",
     "race": "race",
+    "overwritten": "race",
     "dtype": "dtype",
 }
 
@@ -246,8 +247,9 @@ def _read_kind_of_culprit(
 ) -> str:
     here, mechanism = culprit["here"], culprit["mechanism"]
     mechanism = "group" if mechanism == "removed" and culprit["axes"] else mechanism  # a needless collective
-    if mechanism == "group" and here["operator"] == "recv":
-        return "elsewhere"  # a message of a ring from another neighbor
+    mechanism = (
+        "moved" if mechanism == "group" and here["operator"] == "recv" else mechanism
+    )  # of another neighbor
     if mechanism in _KIND_OF_MECHANISM and (here["step"] >= 0 or mechanism == "dtype"):
         is_rate = mechanism == "scale" and here["phase"] == "step"
         is_short = mechanism == "moved" and culprit["moves_there"]  # one device computes on

@@ -22,9 +22,10 @@ class OperatorCause:
     - `stretch`: the operators from `ops` to the next end of a module.
     - `known`: the relation of the wrong results to single-device values: multiplied by `factor` ("scale"),
       parts of a sum ("reduction"), right values in other places ("moved") or memory of another tensor
-      ("shared"). "race" marks a race.
+      ("shared"). "race" marks a race, "overwritten" a write to memory that a backward pass needs.
     - `sums`: in a "reduction", the parts with wrong weights, if they were fitted.
-    - `launch`: in a race, the collective that may still use the memory that `ops` use.
+    - `launch`: in a race, the collective that may still use the memory that `ops` use, or the operator whose
+      backward pass needs it.
     - `is_local`: the first repair alone only makes its own results right. Later operators were recorded with
       other sizes, or edits of the training loop's own operators belong to the repair and are left out.
     """
@@ -35,7 +36,7 @@ class OperatorCause:
     repaired: list[str] = field(default_factory=list)
     residual: float | None = None
     stretch: list[At] = field(default_factory=list)
-    known: Literal["", "scale", "reduction", "moved", "shared", "race"] = ""
+    known: Literal["", "scale", "reduction", "moved", "shared", "race", "overwritten"] = ""
     sums: tuple[SumPart, ...] = ()
     launch: At | None = None
     factor: float = 1.0

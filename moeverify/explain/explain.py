@@ -35,7 +35,7 @@ from moeverify.explain.origins import Origins
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.races import list_races
-from moeverify.explain.regroup import Groups, list_continued, list_regroupings
+from moeverify.explain.regroup import Groups, list_of_axes, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
 from moeverify.explain.sites import is_own
@@ -122,7 +122,7 @@ class Explainer:
         end = time.monotonic() + seconds
         left = list(self.wrong)
         narrow = find_narrowing(self.alignment, self.step)
-        for race in list_races(self.joint, self.step, self.wrong or self.right):
+        for race in list_races(self.alignment, self.step, self.wrong or self.right):
             self._add(race)
         if narrow is not None:
             self._add(narrow)
@@ -309,10 +309,9 @@ class Explainer:
             # Values known without edits: a first step may have made a module's output a known value.
             returns = list_returns(alignment, self.one, self.landmarks, ops)
             returns = (each for each in returns if all(self.alignment.find(at) for at in each.changes.values))
-            regrouped = list_regroupings(alignment, self.groups, ops, widens=True)
-            continued = list_continued(alignment, self.groups, ops)
+            regrouped = list_of_axes(alignment, self.groups, ops)
             edits = list_edits(alignment, self.one, counterparts, ops)
-            for edit in itertools.chain(regrouped, returns, continued, edits):
+            for edit in itertools.chain(regrouped, returns, edits):
                 if time.monotonic() > end:
                     return None
                 self.tried += 1

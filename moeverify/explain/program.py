@@ -166,7 +166,7 @@ class Value:
 
     `op` is the number of the operator that made it. `label` names parameters, buffers and inputs. `data` is
     a copy on the CPU, or None if the program was too large to keep it. `alias` is the number of the value
-    that this is a view of, or -1.
+    that this is a view of, or -1. `place` is its storage and its location there, if it was recorded.
     """
 
     number: int
@@ -176,6 +176,7 @@ class Value:
     data: Tensor | None = None
     label: str = ""
     alias: int = -1
+    place: tuple[int, Geometry] | None = None
 
     @property
     def is_floating(self) -> bool:
@@ -212,6 +213,8 @@ class End:
 @dataclass(slots=True)
 class Race:
     """Use of memory by the operator `other` while the collective `op` might still be using it.
+
+    Or a write to it before the backward pass of `op` reads it.
 
     `is_direct`: code outside torch started the collective, and so must wait for it.
     """

@@ -327,7 +327,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _check_race(self, tensor: Tensor, kind: str) -> None:
         """Record a use of memory that a collective may still be using; see `Race`."""
         memory = self._memories.get(storage_of(tensor))
-        if memory is None or any(use.work is self._waits.in_callback for use in memory.uses):
+        if not (memory and memory.uses) or any(use.work is self._waits.in_callback for use in memory.uses):
             return  # a collective's callback may use its memory
         raced = {use.op: use for use in memory.take_raced(geometry_of(tensor), tensor.element_size(), kind)}
         self.program.races += [Race(op, len(self.program.ops), kind, raced[op].is_direct) for op in raced]
@@ -405,9 +405,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         return value.number
 
     def _new(self, op: int, tensor: Tensor) -> Value:
-        label = self._names.get(storage_of(tensor), "")
-        value = Value(len(self.program.values), op, tuple(tensor.shape), str(tensor.dtype)[6:], label=label)
-        self.program.values.append(value)
+        storage, values = storage_of(tensor), self.program.values
+        value = Value(len(values), op, tuple(tensor.shape), str(tensor.dtype)[6:])
+        value.label, value.place = self._names.get(storage, ""), (storage, geometry_of(tensor))
+        values.append(value)
         return value
 
     def _copy(self, tensor: Tensor) -> Tensor | None:
@@ -419,9 +420,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
 
     def _find(self, tensor: Tensor) -> int:
         """Return the value of a tensor; make a new value if no recorded operator computed it."""
-        if self._memory(tensor).uses:
-            with _without_modes():
-                self._check_race(tensor, "read")
+        with _without_modes():
+            self._check_race(tensor, "read")
         return self._find_viewed(tensor)
 
     def _find_viewed(self, tensor: Tensor) -> int:

@@ -102,8 +102,12 @@ def list_reductions(
                         yield Edit("unreduced", makers, Changes(values=changes), numbers=((name, axis),))
 
 
-def list_continued(alignment: Alignment, groups: Groups, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits that continue an operator over the ranks of a mesh axis, such as a maximum by a maximum."""
+def list_of_axes(alignment: Alignment, groups: Groups, ops: Sequence[At]) -> Iterator[Edit]:
+    """Yield edits over mesh axes: of a collective's group, or of an operator that a reduction continues.
+
+    A maximum over own columns is continued by a maximum over ranks.
+    """
+    yield from list_regroupings(alignment, groups, ops, widens=True)
     usual = OF_OPERATORS.get(alignment.joint.op(ops[0]).short)
     for each in list_reductions(alignment, groups, ops) if usual else ():
         if each.numbers[0][0] == usual and ops[0] in each.ops:

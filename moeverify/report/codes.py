@@ -31,6 +31,7 @@ MECHANISMS: Mapping[Mechanism, str] = {
     "moved": "its results are correct values in wrong positions",
     "shared": "its result has the memory of another tensor; on one device each has its own",
     "race": "it uses memory that a collective is still using",
+    "overwritten": "it writes to memory that a backward pass still needs",
     "written": "the operation that last wrote most correct values before the first step did not write these",
     "place": "the first operation whose results differ from one device; nothing more is known",
 }

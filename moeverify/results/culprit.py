@@ -32,6 +32,7 @@ Mechanism = Literal[
     "moved",
     "shared",
     "race",
+    "overwritten",
     "written",
     "place",
 ]
@@ -50,6 +51,7 @@ _CODES: dict[Mechanism, Cause] = {
     "block": Cause.LAYOUT,
     "shared": Cause.STATE,
     "race": Cause.NONDETERMINISM,
+    "overwritten": Cause.STATE,
 }
 
 

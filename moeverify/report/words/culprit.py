@@ -123,7 +123,7 @@ def list_source(culprit: Culprit) -> list[str]:
         ("caller: ", caller),
         ("input: ", None if made is None else made.line),
         (
-            "collective: " if culprit.mechanism == "race" else "reference: ",
+            _OTHERS.get(culprit.mechanism, "reference: "),
             None if there is None else there.line,
         ),
     ]
@@ -150,9 +150,13 @@ _ABOUT: Mapping[Mechanism, str] = {
     "unreduced": "its result is not reduced",
     "inserted": "an operation before it is missing",
     "race": "a collective may still use its memory",
+    "overwritten": "a backward pass still needs the memory that it writes to",
     "written": "its values are from before the first step",
 }
 """State of the inputs in the headline, for mechanisms where not all of them match."""
+
+_OTHERS: Mapping[Mechanism, str] = {"race": "collective: ", "overwritten": "needs it: "}
+"""Title of the lines of the other operation, for mechanisms where it is not one device's counterpart."""
 
 _TAKEN: Mapping[Mechanism, str] = {
     "operand": "input",
@@ -406,6 +410,11 @@ def _describe_race(culprit: Culprit) -> list[Row]:
     return [(_HERE, f"{name} may still use this memory: nothing has waited for it")]
 
 
+def _describe_overwritten(culprit: Culprit) -> list[Row]:
+    needed = _name_operation(culprit.there) if culprit.there is not None else "an operation"
+    return [(_HERE, f"the backward pass of {needed} takes the values that are written here")]
+
+
 def _describe_written(culprit: Culprit) -> list[Row]:
     usual = _name_operation(culprit.made) if culprit.made is not None else "another operation"
     return [(_HERE, f"nothing wrote these values later. {usual} wrote most of the tensors that are right")]
@@ -431,6 +440,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
     "dtype": _describe_dtype,
     "reduction": _describe_reduction,
     "race": _describe_race,
+    "overwritten": _describe_overwritten,
     "written": _describe_written,
     "moved": _describe_moved,
     "shared": _describe_shared,
@@ -439,7 +449,7 @@ _DIFFERENCES: Mapping[Mechanism, Callable[[Culprit], list[Row]]] = {
 
 
 def _describe_proof(culprit: Culprit) -> str:
-    if culprit.mechanism in ("race", "written"):
+    if culprit.mechanism in ("race", "overwritten", "written"):
         return ""
     if not culprit.proved and culprit.mechanism == "value":
         return (

@@ -44,7 +44,7 @@ _KEPT = (Cause.NORM, Cause.REPLICAS)
 _MEASURED_SHARE = 0.25
 """Share of the time left for the search behind a measured factor, which stays the cause if no line is found."""
 
-_LEADING = ("race", "dtype")
+_LEADING = ("race", "overwritten", "dtype")
 """Mechanisms that lead, since findings of the same bug name at most the module."""
 
 

@@ -168,6 +168,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"results": ("gradient/w",), "taken": WEIGHT},
         [("cause", "gradient/w has the values of head.weight, up to their places")],
     ),
+    "overwritten": (
+        {"there": THERE},
+        [("here", f"the backward pass of {X_B} takes the values that are written here")],
+    ),
     "race": ({"there": THERE}, [("here", f"{X_B} may still use this memory: nothing has waited for it")]),
     "place": (
         {"proved": False, "between": (OTHER, HERE, HERE)},
