@@ -214,8 +214,6 @@ class End:
 class Race:
     """Use of memory by the operator `other` while the collective `op` might still be using it.
 
-    Or a write to it before the backward pass of `op` reads it.
-
     `is_direct`: code outside torch started the collective, and so must wait for it.
     """
 

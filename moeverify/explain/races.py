@@ -46,11 +46,11 @@ def _find_overwritten(alignment: Alignment, rank: int, op: Op) -> At | None:
     saved = {program.values[number].place: number for number in (*forward.reads(), *forward.results)}
     for place, number in enumerate(op.reads()):
         taken = program.values[number]
-        before = saved.get(taken.place)
-        if before in (None, number) or not taken.is_floating or not _is_saved(alignment, rank, op, place):
+        before = None if taken.place is None else saved.get(taken.place)
+        if before is None or before == number or not _is_saved(alignment, rank, op, place):
             continue
         writer = _find_writer(program, number, after=forward.number)
-        one, two = taken.data, program.values[before or 0].data
+        one, two = taken.data, program.values[before].data
         if writer is not None and one is not None and two is not None and not torch.equal(one, two):
             return rank, writer
     return None
