@@ -40,14 +40,15 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
     """Yield reductions of earlier values that give the operators of an edit the operands that it inserts.
 
     The results of collectives come first, executed over other ranks, then means and maxima, which reductions over
-    ranks would continue, then the nearest values.
+    ranks would continue, then the nearest values. Where a part of a sum is taken, only a collective may have made it
+    over other ranks.
     """
     joint, wanted = alignment.joint, edit.changes.values
     first = next(iter(wanted), None)
-    known = alignment.find(first) if edit.kind == "operand" and first is not None else None
-    is_moved = known is not None and known.ids is not None and not known.over
-    if edit.kind != "operand" or first is None:
+    if edit.kind not in ("operand", "total") or first is None:
         return
+    known, is_total = alignment.find(first), edit.kind == "total"
+    is_moved = known is not None and known.ids is not None and not known.over
     if is_moved:  # elements of one device are in a wrong place, or zero
         yield from _list_completed(alignment, groups, first, wanted[first], state)
         return
@@ -69,10 +70,8 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
         if recorded.meeting is None and any(is_copied(joint, at) for at in joint.results(op)):
             continue
         group, is_part = list_group(alignment, op), any(_is_part(alignment, at) for at in joint.results(op))
-        for each in itertools.chain(
-            list_regroupings(alignment, groups, group, widens=True),
-            list_reductions(alignment, groups, [op], has_all=True),
-        ):
+        reductions = () if is_total else list_reductions(alignment, groups, [op], has_all=True)
+        for each in itertools.chain(list_regroupings(alignment, groups, group, widens=True), reductions):
             usual = {"sum", OF_OPERATORS.get(recorded.short)} | ({"mean"} if is_part else set())
             if each.kind == "unreduced" and each.numbers[0][0] not in usual:
                 continue
