@@ -92,6 +92,21 @@ def test_the_wrong_group_of_a_collective_is_named_with_the_right_one() -> None:
     assert (culprit.repaired, culprit.code) == (("loss/total",), Cause.COLLECTIVES)
 
 
+def test_a_part_that_a_collective_over_too_few_ranks_made_is_traced_to_it() -> None:
+    """The sine takes a part over dp of the right sum, and a sum over dp before it would repair it, too."""
+    parts = [make(*SHAPE, seed=seed) for seed in range(4)]
+    pairs = [(0, 1), (0, 1), (2, 3), (2, 3)]
+    ranks = [
+        make_rank(part, pair, tuple(parts[each] for each in pair))
+        for part, pair in zip(parts, pairs, strict=True)
+    ]
+    explainer = Explainer(
+        ranks, make_rank(torch.stack(parts).sum(0)), 0, (), {**GROUPS, "all": [[0, 1, 2, 3]]}
+    )
+    (cause,) = explainer.explain(20.0)
+    assert (cause.repairs[0].kind, cause.repairs[0].numbers) == ("group", (("tp", "all"),))
+
+
 def test_a_group_without_an_axis_is_named_by_its_ranks() -> None:
     (cause,) = explain("all").explain(20.0)
     assert cause.repairs[0].numbers == (("ranks 0, 1, 2, 3", "tp"),)
