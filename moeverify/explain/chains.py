@@ -71,6 +71,12 @@ def multiplies(joint: Joint, op: At) -> bool:
     return is_same and type(recorded.args[1]) in (int, float)
 
 
+def takes_pair(joint: Joint, op: At) -> bool:
+    """Return whether an operator takes several floating-point values of one shape, such as to subtract them."""
+    shapes = [joint.value(at).shape for at in joint.own_reads(op) if joint.value(at).is_floating]
+    return len(shapes) > len(set(shapes))
+
+
 def skip_moves(joint: Joint, at: At) -> At:
     """Follow moves back to the value that was computed."""
     while is_passing(joint, joint.maker(at)):

@@ -17,7 +17,7 @@ from typing import get_args
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import list_copied
+from moeverify.explain.chains import list_copied, takes_pair
 from moeverify.explain.compare import relative_error
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
@@ -224,7 +224,7 @@ class Explainer:
         if factor is not None:
             alignment = alignment.without_scale(factor)
         stretch = self._open(alignment, target)
-        first = next(self._with_makers(self._list_suspects(stretch)), None)
+        first = next(self._with_makers(self._list_suspects(stretch), True), None)
         place = [] if first is None else [OperatorCause(list(first), [], [target])]
         if first is not None:
             place[0].stretch = self._list_stretch(first, stretch.unknown)
@@ -298,7 +298,7 @@ class Explainer:
         after it. Steps that were `chosen` in another order are not tried again.
         """
         alignment, unknown = stretch.alignment, stretch.unknown
-        suspects = [*itertools.islice(self._with_makers(self._list_suspects(stretch)), _MOST_SUSPECTS)]
+        suspects = [*itertools.islice(self._with_makers(self._list_suspects(stretch), False), _MOST_SUSPECTS)]
         counterparts = Counterparts(alignment, self.one)
         steps: list[tuple[Edit, Execution]] = []
         before: set[At] = set()
@@ -455,13 +455,13 @@ class Explainer:
             seen.update(group)
             yield tuple(group) or (at,)
 
-    def _with_makers(self, suspects: Iterable[tuple[At, ...]]) -> Iterator[tuple[At, ...]]:
+    def _with_makers(self, suspects: Iterable[tuple[At, ...]], pairs: bool) -> Iterator[tuple[At, ...]]:
         """Yield suspects; before operators of this package, the user's operators that made their operands.
 
-        These may have returned a right value of another place, such as a tensor times 1.
+        These may have returned a right value of another place. With `pairs`, only operators count that take a pair.
         """
         for ops in suspects:
-            own = [op for op in ops if self._is_own(op)]
+            own = [op for op in ops if self._is_own(op) and (takes_pair(self.joint, op) or not pairs)]
             makers = dict.fromkeys(self.joint.maker(at) for op in own for at in self.joint.reads(op))
             users = tuple(op for op in makers if self.joint.op(op).step >= 0 and not self._is_own(op))
             yield from filter(None, (users, ops))

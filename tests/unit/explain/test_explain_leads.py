@@ -9,7 +9,9 @@ import torch
 from recordings import list_ops, make, record_call
 from torch import Tensor
 
+from moeverify.explain.chains import takes_pair
 from moeverify.explain.explain import Explainer
+from moeverify.explain.joint import Joint
 from moeverify.explain.program import Site
 from moeverify.explain.upstream import Upstream
 from moeverify.explain.user_lines import make_origin
@@ -149,3 +151,31 @@ def test_a_line_that_is_right_for_another_caller_is_not_named_but_its_call() -> 
         return (y * (1.0 - mask)).tanh() @ WEIGHT
 
     assert ("extra", "double(mask)") in list_leads(run, proves=True)
+
+
+def observe(before: Tensor, after: Tensor) -> Tensor:
+    return after - before
+
+
+def test_the_users_line_that_made_a_value_of_another_place_leads_before_our_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that were written to another place are right by themselves; the update that we subtract is wrong."""
+    monkeypatch.setattr("moeverify.explain.explain.is_own", lambda site: site.function == "observe")
+
+    def run(x: Tensor, order: Tensor) -> Tensor:
+        return observe(x.sin(), (x + 1.0)[order])
+
+    ranks, one = (
+        record_call(lambda x, order=order: run(x, order), None, x=make(6, 4))
+        for order in (torch.tensor([3, 4, 5, 0, 1, 2]), torch.arange(6))
+    )
+    (cause,) = Explainer([ranks], one, 0, ()).explain(10.0, proves=False)
+    assert ranks.ops[cause.ops[0][1]].short == "index"
+
+
+def test_an_operator_takes_a_pair_of_tensors_of_one_shape() -> None:
+    program = record_call(lambda x, y: (x * 3.0 - y) * y.sum(), x=make(4, 5), y=make(4, 5, seed=1))
+    joint = Joint([program])
+    pairs = [op.short for op in program.ops if takes_pair(joint, (0, op.number))]
+    assert pairs == ["sub"]
