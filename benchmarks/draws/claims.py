@@ -198,6 +198,8 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     ]
     named = [
         "" if is_seen and culprit["mechanism"] not in ("total", "unreduced") else here["module"],
+        # The operation whose backward pass needs the memory has the wrong gradients.
+        (culprit.get("there") or {}).get("module") if culprit["mechanism"] == "overwritten" else "",
         taken.get("label"),
         right.get("label"),
         *(name.partition("/")[2] or name for name in culprit["results"]),
