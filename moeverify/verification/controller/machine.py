@@ -31,6 +31,7 @@ _GOLDEN_CODE = (
     "seams.py",
     "tools/weights",
     "train",
+    "triton_support.py",
     "verification/checks/dtype_watch.py",
     "verification/checks/module_dtypes.py",
     "verification/checks/module_replay.py",
