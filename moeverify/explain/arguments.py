@@ -115,10 +115,8 @@ def has_memory(tensor: Tensor) -> bool:
     """Return whether a tensor has readable elements. FSDP1 frees the storage of tensors that it keeps."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return False
-    last = tensor.storage_offset() + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return not tensor.numel() or tensor.untyped_storage().nbytes() > last * tensor.element_size()
+    size = tensor.untyped_storage().nbytes()
+    return not tensor.numel() or size >= geometry_of(tensor).extent.stop * tensor.element_size()
 
 
 def is_equal(data: Tensor, tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ class Use:
 
     def overlaps(self, place: Geometry, size: int) -> bool:
         """Return whether an element at `place`, of `size` bytes, shares memory with this tensor."""
-        ours, theirs = _find_extent(self.place), _find_extent(place)
+        ours, theirs = self.place.extent, place.extent
         if ours.stop * self.size <= theirs.start * size or theirs.stop * size <= ours.start * self.size:
             return False
         if size != self.size:
@@ -60,11 +60,3 @@ class Pending:
     tensors: list[Tensor]
     op: int
     work: Any
-
-
-def _find_extent(place: Geometry) -> range:
-    """Return the elements of the storage from the first to the last one of a place."""
-    if 0 in place.shape:
-        return range(place.offset, place.offset)
-    last = sum((size - 1) * stride for size, stride in zip(place.shape, place.stride, strict=True))
-    return range(place.offset, place.offset + last + 1)

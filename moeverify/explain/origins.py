@@ -128,9 +128,6 @@ class Origins:
         if part is not None:
             return part
         for at, own in reversed(path):
-            line = self._find_scaled_line(taken, self._joint.maker(at), own)
-            if line is not None:
-                return line
             for scale in _list_factors(own, known.scale):
                 values = self._alignment.siblings(at) if known.over else [at]
                 data = {
@@ -161,15 +158,6 @@ class Origins:
             if is_factor and self._is_repaired(taken, self._divide_line(op, factor)):
                 return factor, op
         return None
-
-    def _find_scaled_line(self, taken: At, op: At, scale: float) -> tuple[float, At] | None:
-        """Return an operator that multiplies by another number than on one device, and its factor.
-
-        Its line made all multiples, as in the backward pass of a function that several layers call.
-        """
-        factor = self._find_own_factor(op) if multiplies(self._joint, op) else 1.0
-        is_factor = factor != 1.0 and math.isclose(factor, scale, rel_tol=1e-9)
-        return (factor, op) if is_factor and self._is_repaired(taken, self._divide_line(op, factor)) else None
 
     def _find_own_factor(self, op: At) -> float:
         """Return the factor of an operator that multiplies or divides by a number, relative to one device."""

@@ -70,6 +70,14 @@ class Geometry:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def extent(self) -> range:
+        """Return the elements of the storage from the first to the last one of the tensor."""
+        if 0 in self.shape:
+            return range(self.offset, self.offset)
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return range(self.offset, self.offset + last + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
