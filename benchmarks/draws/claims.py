@@ -181,9 +181,10 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
     is_seen = is_seen or bool(culprit["mechanism"] == "removed" and is_written)
     brought = [*culprit["moves"], *filter(None, [culprit.get("made")])]
     # A wrong operand comes from the place where it was made or moved, not from the place of its use.
-    operations = (
-        [] if is_seen else brought if culprit["mechanism"] == "operand" and brought else [here, *brought]
-    )
+    is_of_input = culprit["mechanism"] in ("operand", "group") and bool(
+        brought
+    )  # a group may be made wrongly
+    operations = brought if is_of_input else [] if is_seen else [here, *brought]
     own = Culprit.model_validate(culprit).lone_line
     lines = [] if own is None else [(own.line.file, own.line.line)]
     lines += [line for each in operations for line in _list_lines(each, callers=1)]

@@ -10,6 +10,7 @@ from moeverify.explain.content import is_move
 from moeverify.explain.joint import At, Joint
 from moeverify.explain.meetings import MOVING
 from moeverify.explain.program import Ref
+from moeverify.explain.sites import is_own
 
 _LONGEST = 64
 _MASK_DEPTH = 3
@@ -30,6 +31,11 @@ def list_copied(joint: Joint, at: At) -> Iterator[At]:
             return
         at = sources[0]
         yield at
+
+
+def is_own_op(joint: Joint, op: At) -> bool:
+    """Return whether this package calls an operator itself."""
+    return all(map(is_own, joint.programs[op[0]].sites_of(joint.op(op))[:1]))
 
 
 def is_passing(joint: Joint, op: At) -> bool:

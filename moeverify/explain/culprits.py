@@ -10,10 +10,18 @@ from typing import Any
 from torch import Tensor
 
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_chain, list_reduced_modules, skip_moves, skip_sums
+from moeverify.explain.chains import (
+    is_own_op,
+    is_passing,
+    list_chain,
+    list_reduced_modules,
+    skip_moves,
+    skip_sums,
+)
 from moeverify.explain.counterparts import find_pair
 from moeverify.explain.describe import (
     describe_at,
+    describe_call,
     describe_op,
     describe_value,
     join,
@@ -24,13 +32,14 @@ from moeverify.explain.describe import (
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
+from moeverify.explain.peers import RING
 from moeverify.explain.program import HIDDEN, SETUP, Op
-from moeverify.explain.regroup import name_ranks
+from moeverify.explain.regroup import AND, name_ranks
 from moeverify.explain.relation import find_shared
 from moeverify.explain.same_line import find_alike, name_number
-from moeverify.explain.sites import is_own
 from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
+from moeverify.explain.wrong_groups import EVERYWHERE
 from moeverify.results.culprit import Culprit, Operation, SourceValue
 
 _ADDING = frozenset({"add", "sub", "pow"})
@@ -183,6 +192,12 @@ class Culprits:
         update = self._find_doubtful(first) if edit is None else self._describe(first, edit)
         return culprit.model_copy(update=update)
 
+    def _find_group(self, op: At) -> Operation | None:
+        """Return the call of user code that made the group of a collective, or that took it from a mesh."""
+        program, meeting = self._joint.programs[op[0]], self._joint.op(op).meeting
+        calls = () if meeting is None else program.groups.get(meeting.group.name, ())
+        return next((describe_call("group", sites) for sites in calls), None)
+
     def _find_doubtful(self, op: At) -> dict[str, Any]:
         """Return fields of an operand that is a multiple of a value of one device, or one of an earlier step.
 
@@ -247,13 +262,12 @@ class Culprits:
         factor, maker = self._origins.trace_scale(at)
         known = [self._alignment.find(at) for at in self._joint.results(first)]
         has_factor = any(each is not None and math.isclose(each.scale, cause.factor) for each in known)
-        sites = self._joint.programs[maker[0]].sites_of(self._joint.op(maker))
         own = self._alignment.find(at)
         # The factor of the right value, or of another value of which the result is an exact multiple.
         scales = [cause.factor] if own is None else [cause.factor, own.scale]
         scales += [power for each in scales for power in (each * each, math.sqrt(abs(each)))]  # through x * x
         is_known = any(math.isclose(factor, each, rel_tol=1e-9) for each in scales)
-        is_known = is_known and not all(map(is_own, sites[:1]))
+        is_known = is_known and not is_own_op(self._joint, maker)
         is_number = math.prod(self._joint.value(at).shape) == 1  # any number is a multiple of any other
         return maker if is_known and not (has_factor or is_number) else first
 
@@ -307,11 +321,7 @@ class Culprits:
         moves = [each for at in self._joint.reads(first) for each in list_chain(self._joint, [at])]
         stretch = [at for at in cause.stretch if at[0] == first[0]]
         order = sorted({*(at for at in moves if at[0] == first[0]), first, *stretch}, key=self._joint.place)
-        users = [
-            at
-            for at in order
-            if not all(map(is_own, self._joint.programs[at[0]].sites_of(self._joint.op(at))[:1]))
-        ]
+        users = [at for at in order if not is_own_op(self._joint, at)]
         return join(map(self._operation, users or order))[-_MOST_BETWEEN:]
 
     def _describe(self, first: At, edit: Edit) -> dict[str, Any]:
@@ -320,7 +330,7 @@ class Culprits:
         if edit.kind == "returned" and other is not None:
             return self._describe_returned(first, other)
         if edit.kind == "scale":
-            return self._describe_unscaled(first, next(iter(edit.changes.values)))
+            return self._describe_unscaled(first, *next(iter(edit.changes.values.items())))
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
             over = () if op.meeting is None else (name_ranks(self._groups, op.meeting.group.ranks),)
@@ -329,7 +339,9 @@ class Culprits:
         if edit.kind in ("group", "unreduced", "number", "created", "block", "owned"):
             axes = _list_axes(edit)
             names = tuple(map(str, edit.place)) if edit.kind in ("block", "unreduced") else ()
-            return {"numbers": edit.numbers or list_differences(op, other), "axes": axes, "results": names}
+            numbers = edit.numbers or list_differences(op, other)
+            made = self._find_group(first) if edit.place == (EVERYWHERE,) else None
+            return {"numbers": numbers, "axes": axes, "results": names, "made": made}
         taken = next((at for at in edit.changes.values if at[0] == first[0]), None)
         if taken is None or edit.kind == "value":
             return {}
@@ -355,15 +367,19 @@ class Culprits:
                     found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
         return found
 
-    def _describe_unscaled(self, first: At, taken: At) -> dict[str, Any]:
+    def _describe_unscaled(self, first: At, taken: At, right: Tensor) -> dict[str, Any]:
         """Return fields of a scaled operand: the operator that scales it, or the operand if right results need it."""
         factor, maker = self._origins.trace_scale(taken, of_parts=True)
+        data = self._alignment.data(taken)
+        if factor == 1.0 and data is not None:  # known as a multiple only among the results of the search
+            place = int(right.abs().argmax())
+            factor = float(data.flatten()[place] / right.flatten()[place])
         source = self._source(taken)
         if source is None or not is_passing(self._joint, maker):
             return self._describe_scale(factor, maker)
-        right = source.model_copy(update={"scale": 1.0})
+        unscaled = source.model_copy(update={"scale": 1.0})
         place = _find_place(self._joint.op(first), taken[1])
-        return {"mechanism": "operand", "operand": place, "taken": source, "right": right, "others": ()}
+        return {"mechanism": "operand", "operand": place, "taken": source, "right": unscaled, "others": ()}
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
         """Return the operator that introduces a factor, or the other number that it takes on one device."""
@@ -447,10 +463,11 @@ class Culprits:
 
 def _list_axes(edit: Edit) -> tuple[str, ...]:
     """Return the mesh axes that an edit names."""
-    if edit.kind == "group" and edit.place:
-        return (str(edit.place[1]),)  # of a ring
+    if edit.kind == "group" and edit.place[:1] == (RING,):
+        return (str(edit.place[1]),)
     first = {"group": 0, "unreduced": 1, "block": 0}.get(edit.kind, 2)  # of a pair (axis or reduction, axis)
-    return tuple(filter(None, edit.numbers[0][first:] if edit.numbers else ()))
+    names = filter(None, edit.numbers[0][first:] if edit.numbers else ())
+    return tuple(dict.fromkeys(axis for name in names for axis in name.split(AND)))
 
 
 def _find_place(op: Op, number: int) -> int:

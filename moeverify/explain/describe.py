@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -19,19 +19,23 @@ _AROUND = 1
 
 def describe_op(program: Program, op: Op) -> Operation:
     """Return an operator with the lines that call it, the innermost caller with the lines around it."""
-    sites = program.sites_of(op)
+    found = describe_call(op.short, program.sites_of(op))
+    derived = not op.sites and op.origin >= 0
+    return found.model_copy(
+        update={"module": op.module, "phase": op.phase, "step": op.step, "is_derivative": derived}
+    )
+
+
+def describe_call(name: str, sites: Sequence[Site]) -> Operation:
+    """Return a call of an operator or function before the first step, with its lines."""
     callers = sites[1:] if sites and is_own(sites[0]) else [site for site in sites[1:] if not is_own(site)]
     return Operation(
-        operator=op.short,
+        operator=name,
         line=make_line(sites[0]) if sites else None,
         callers=tuple(
             line if number == 0 else line.model_copy(update={"lines": ()})
             for number, line in enumerate(map(make_line, callers))
         ),
-        module=op.module,
-        phase=op.phase,
-        step=op.step,
-        is_derivative=not op.sites and op.origin >= 0,
     )
 
 

@@ -39,6 +39,9 @@ sum the elements that they own.
 """
 
 
+SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
+"""Kinds of edits that insert single-device values."""
+
 Key = tuple[Hashable, ...]
 """Identity of an edit."""
 

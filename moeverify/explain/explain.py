@@ -10,18 +10,18 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
 from moeverify.explain.addends import Addends
 from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import list_copied, takes_pair
+from moeverify.explain.chains import is_own_op, list_copied, takes_pair
 from moeverify.explain.compare import relative_error
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
-from moeverify.explain.edit import Edit, Keys
+from moeverify.explain.edit import SUBSTITUTIONS, Edit, Keys
 from moeverify.explain.edit import Kind as EditKind
 from moeverify.explain.edits import list_edits, list_skipped_writes
 from moeverify.explain.further import Further
@@ -38,8 +38,9 @@ from moeverify.explain.races import list_races
 from moeverify.explain.regroup import Groups, list_of_axes, list_regroupings
 from moeverify.explain.relation import find_factor, find_relation
 from moeverify.explain.returns import list_returns
-from moeverify.explain.sites import is_own
+from moeverify.explain.shorten import Shortener
 from moeverify.explain.suspects import Target, find_targets, list_independent, list_unknown, order_of
+from moeverify.explain.wrong_groups import widen
 from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"inserted", "whole", "value"})
@@ -50,9 +51,6 @@ _SAYS_LESS = {
     "shared": frozenset(get_args(EditKind)),
 }
 """Kinds of edits that say less than a known relation of the result to single-device values."""
-
-_SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
-"""Kinds of edits that insert single-device values."""
 
 _MOST_SUSPECTS = 12
 _MOST_ROUNDS = 40
@@ -104,6 +102,7 @@ class Explainer:
         self._further = Further(self.joint, self.one, step, self.groups)
         self.independent = list_independent(self.joint, self.right, self.wrong)
         self.proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
+        self._shortener = Shortener(self.joint, self.proof, self.wrong)
         self.origins = Origins(self.alignment, self.one, self.proof.breaks)
 
     def explain(
@@ -241,7 +240,9 @@ class Explainer:
             found = self._try(edits, target, stretch.unknown, state, end)
             self._searched.clear()
             found = found or self._search(target, state, stretch, end)
-        return (place, state) if found is None or found[0][0].repairs[0].kind in less else found
+        if found is None or found[0][0].repairs[0].kind in less:
+            return place, state
+        return self._widen(*found, stretch.unknown, state)
 
     def _explain_sum(
         self, summed: OperatorCause, state: Execution, end: float
@@ -255,7 +256,21 @@ class Explainer:
         found = self._try(edits if self._proves else (), summed.targets[0], summed.stretch, state, end)
         if found is not None:
             found[0][0].sums = summed.sums
-        return ([summed], state) if found is None else found
+        return ([summed], state) if found is None else self._widen(*found, summed.stretch, state)
+
+    def _widen(
+        self, causes: list[OperatorCause], done: Execution, unknown: Sequence[At], state: Execution
+    ) -> tuple[list[OperatorCause], Execution]:
+        """Return causes and execution, with a wrong group changed wherever it is used if that repairs more."""
+        first, edit = causes[0], causes[0].repairs[0]
+        whole = widen(self.alignment.under(state), self.groups, edit, state) if len(causes) == 1 else None
+        after = None if whole is None else self.proof.repairs(whole, first.targets[0], unknown, state)
+        if whole is None or after is None:
+            return causes, done
+        repaired = [sum(self.proof.is_repaired(each, now) for each in self.wrong) for now in (done, after)]
+        if repaired[0] >= repaired[1]:
+            return causes, done
+        return [replace(first, ops=list(whole.ops), repairs=[whole])], after
 
     def _tell_place(self, *places: OperatorCause) -> None:
         """Call `on_place` with the first place."""
@@ -315,15 +330,17 @@ class Explainer:
                 if time.monotonic() > end:
                     return None
                 self.tried += 1
-                if edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before):
+                if edit.kind in SUBSTITUTIONS and self._comes_after(edit, before):
                     continue
                 is_local = self.proof.is_local(edit, unknown, state)
                 found = self._prove(edit, target, unknown, state) if is_local else None
-                if found is not None:
-                    return found
-                if is_local:
+                if found is None and is_local:
                     step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
                     steps.append((step, self.joint.execute(step.changes, None, state)))
+                    whole = widen(alignment, self.groups, step, state)
+                    found = self._try([whole] if whole else (), target, unknown, state, end)
+                if found is not None:
+                    return found
             before.update(ops)
         lines = list_scaled_lines(alignment, suspects, self.origins)
         scaled = itertools.chain(lines, list_unscaled(alignment, unknown, self.origins))
@@ -337,12 +354,12 @@ class Explainer:
             found = self._search(target, after, self._open(alignment.under(after), target), end, both)
             if found is not None:
                 first = OperatorCause(list(step.ops), [step], [target])
-                chain, done = self._shorten([first, *found[0]], found[1], target, unknown, state)
-                return self._drop_patches(chain), done
+                chain, done = self._shortener.shorten([first, *found[0]], found[1], target, unknown, state)
+                return self._shortener.drop_patches(chain), done
         edits = (
             edit
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
-            if not (edit.kind in _SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
+            if not (edit.kind in SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
         edits = itertools.chain(list_unscaled(alignment, unknown), edits)
         return self._try(edits, target, unknown, state, end)
@@ -381,59 +398,6 @@ class Explainer:
                 return [OperatorCause(list(edit.ops), [edit], [target], is_local=True)], resized
         return None
 
-    def _shorten(
-        self,
-        chain: list[OperatorCause],
-        done: Execution,
-        target: Target,
-        unknown: Sequence[At],
-        state: Execution,
-    ) -> tuple[list[OperatorCause], Execution]:
-        """Return a chain of edits without its first one, or its last alone, if these repair the same results.
-
-        An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
-        experiment confirms a first edit that inserts an operand of another module.
-        """
-        last = chain[-1].repairs[0]
-        earlier = {op for cause in chain[:-1] for op in cause.ops}
-        is_first = earlier.isdisjoint(
-            self.joint.list_before([at for op in last.ops for at in self.joint.reads(op)])
-        )
-        if is_first and (alone := self.proof.repairs(last, target, unknown, state)) is not None:
-            return chain[-1:], alone
-        first = set(chain[0].ops)
-        later = [at for cause in chain[1:] for op in cause.ops for at in self.joint.reads(op)]
-        comes_after = bool(later) and not first.isdisjoint(self.joint.list_before(later))
-        inserts = any(cause.repairs[0].changes.values for cause in chain[1:])
-        if comes_after and inserts and not self._is_foreign(chain[0]):
-            return chain, done  # the inserted values were computed with the first edit
-        changes = Changes()
-        for cause in chain[1:]:
-            changes = changes | cause.repairs[0].changes
-        without = Edit(last.kind, last.ops, changes, last.others, last.place)
-        again = self.proof.repairs(without, target, unknown, state)
-        again = again or self._repair_as_many(changes, done, state)
-        return (chain, done) if again is None else (chain[1:], again)
-
-    def _repair_as_many(self, changes: Changes, done: Execution, state: Execution) -> Execution | None:
-        """Return the execution with fewer changes, if it repairs all results of the step that `done` repairs."""
-        repaired = [target for target in self.wrong if self.proof.is_repaired(target, done)]
-        after = self.joint.execute(changes, None, state)
-        return after if repaired and all(self.proof.is_repaired(each, after) for each in repaired) else None
-
-    def _is_foreign(self, cause: OperatorCause) -> bool:
-        """Return whether an edit inserts an operand of an operator of another module."""
-        edit = cause.repairs[0]
-        module = self.joint.op(cause.ops[0]).module
-        return edit.kind in _SUBSTITUTIONS and edit.other is not None and edit.other.module != module
-
-    def _drop_patches(self, chain: list[OperatorCause]) -> list[OperatorCause]:
-        """Return a chain without edits of the training loop's own operators, if it also edits user code."""
-        kept = [cause for cause in chain if not self._is_own(cause.ops[0])] or chain
-        if len(kept) < len(chain):
-            kept[0].is_local = True
-        return kept
-
     def _list_suspects(self, stretch: _Stretch) -> Iterator[tuple[At, ...]]:
         """Yield operators of a stretch with right operands and wrong results, grouped by place.
 
@@ -461,14 +425,14 @@ class Explainer:
         These may have returned a right value of another place. With `pairs`, only operators count that take a pair.
         """
         for ops in suspects:
-            own = [op for op in ops if self._is_own(op) and (takes_pair(self.joint, op) or not pairs)]
+            own = [
+                op for op in ops if is_own_op(self.joint, op) and (takes_pair(self.joint, op) or not pairs)
+            ]
             makers = dict.fromkeys(self.joint.maker(at) for op in own for at in self.joint.reads(op))
-            users = tuple(op for op in makers if self.joint.op(op).step >= 0 and not self._is_own(op))
+            users = tuple(
+                op for op in makers if self.joint.op(op).step >= 0 and not is_own_op(self.joint, op)
+            )
             yield from filter(None, (users, ops))
-
-    def _is_own(self, op: At) -> bool:
-        """Return whether this package calls an operator itself."""
-        return all(map(is_own, self.joint.programs[op[0]].sites_of(self.joint.op(op))[:1]))
 
     def _is_rewritten(self, stretch: _Stretch, op: At, results: Sequence[At]) -> bool:
         """Return whether the phase of an operator, before that of the wrong results, has right values again."""

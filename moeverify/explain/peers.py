@@ -13,6 +13,9 @@ from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.program import Op
 from moeverify.explain.regroup import Groups, name_ranks
 
+RING = "ring"
+"""First part of the place of an edit of a ring; the second is its mesh axis."""
+
 Turn = tuple[At, ...]
 """One call on each rank of a ring, in group order: each receives a message."""
 
@@ -45,7 +48,7 @@ def list_peers(joint: Joint, groups: Groups, unknown: Sequence[At], state: Execu
                 axis = "" if meeting is None else name_ranks(groups, meeting.group.ranks)
                 names = _name_rank(mine, size), _name_rank(right, size)
                 ops = tuple(dict.fromkeys([op, *(each for turn in turns for each in turn)]))
-                yield Edit("group", ops, changes, place=("ring", axis), numbers=(names,))
+                yield Edit("group", ops, changes, place=(RING, axis), numbers=(names,))
 
 
 def _find_place(joint: Joint, op: At) -> object:

@@ -7,6 +7,7 @@ import functools
 import linecache
 import sys
 import sysconfig
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -43,6 +44,9 @@ _COLLECTIVES = tuple(
         "utils/_contextlib.py",
     )
 )
+_HOOKS = f"{_TORCH}/distributed/fsdp/"
+"""Code of torch that runs operators of its own in a backward pass."""
+
 _ENGINE = "_engine_run_backward"
 """The torch function that runs autograd: outer frames have called `backward`."""
 
@@ -53,25 +57,33 @@ _SITES: dict[tuple[CodeType, int], Site] = {}
 def find_sites(skip: int = 2) -> tuple[Site, ...]:
     """Return the lines of user code that made the current call, the innermost first.
 
-    Empty for operators that autograd runs: the caller of `backward` did not choose them.
+    For operators that autograd runs, the line of FSDP that calls them from a hook, if there is one: the caller of
+    `backward` did not choose them, and they are no derivatives.
     """
     return _list_sites(sys._getframe(skip))
 
 
 def _list_sites(frame: FrameType | None) -> tuple[Site, ...]:
     found: list[Site] = []
+    hook: FrameType | None = None
     while frame is not None and len(found) < MOST_SITES:
         code = frame.f_code
         if not found and code.co_name == _ENGINE:
-            return ()
+            return () if hook is None else (_find_site(hook),)
         if not _is_inner(code):
-            key = (code, frame.f_lasti)
-            site = _SITES.get(key)
-            if site is None:
-                site = _SITES[key] = _make_site(code, frame.f_lineno, frame.f_lasti)
-            found.append(site)
+            found.append(_find_site(frame))
+        elif hook is None and code.co_filename.startswith(_HOOKS):
+            hook = frame
         frame = frame.f_back
     return tuple(found)
+
+
+def _find_site(frame: FrameType) -> Site:
+    key = (frame.f_code, frame.f_lasti)
+    site = _SITES.get(key)
+    if site is None:
+        site = _SITES[key] = _make_site(frame.f_code, frame.f_lineno, frame.f_lasti)
+    return site
 
 
 def find_root(skip: int = 2) -> tuple[Site, ...]:
@@ -131,6 +143,11 @@ def _is_watcher(code: CodeType) -> bool:
     is_mode = code.co_name in ("__torch_function__", "__torch_dispatch__")
     file = code.co_filename
     return is_mode or file.startswith((*_WATCHERS, "<")) or file.endswith(DECORATORS)
+
+
+def is_of_hook(sites: Sequence[Site]) -> bool:
+    """Return whether torch's own code runs an operator in a hook, given the lines of the operator."""
+    return bool(sites) and sites[0].file.startswith(_HOOKS)
 
 
 def is_own(site: Site) -> bool:

@@ -19,7 +19,9 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
+from moeverify.explain.peers import RING
 from moeverify.explain.program import Op
+from moeverify.explain.regroup import AND
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
@@ -83,6 +85,7 @@ class Upstream:
         scaling = self._scaling.find(cause, lineage)
         sources = (
             self._list_draws(cause.ops[0]),
+            self._lines.list_configuring(cause.ops[0]),
             self._list_by_kind(cause, kind),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
@@ -458,11 +461,11 @@ class Upstream:
 
     def _list_regrouped(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the definitions of a wrong group, those named after its mesh axis first, or of a sender."""
-        if cause.repairs[0].place:
+        if cause.repairs[0].place[:1] == (RING,):
             yield from self._lines.define(self._lines.sites(cause.ops[0]))
             return
         axis, _ = cause.repairs[0].numbers[0]
-        yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=[axis])
+        yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=axis.split(AND))
         meeting = self._joint.op(cause.ops[0]).meeting
         if meeting is not None:
             yield from self._lines.list_calls(cause.ops[0][0], meeting.group.name)

@@ -15,7 +15,7 @@ from moeverify.explain.left_out import LeftOut, list_left_out
 from moeverify.explain.owned import list_choosing
 from moeverify.explain.program import HIDDEN, SETUP, Program, Site, group_lines
 from moeverify.explain.python_values import Difference, PythonValues
-from moeverify.explain.sites import find_line, is_of_user
+from moeverify.explain.sites import find_line, is_of_hook, is_of_user
 from moeverify.explain.syntax import RETURNED, find_function, map_backward
 from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
@@ -25,6 +25,11 @@ _OF_PARALLEL = re.compile(
     r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(|\.(device_mesh|placements)\b"
 )
 """Calls and attributes of torch that only parallel code has, and that run no operator."""
+_OF_FSDP = re.compile(
+    r"\b(fully_shard|FSDP|FullyShardedDataParallel|set_(gradient|reduce_scatter)_divide_factor"
+    r"|set_requires_\w+|set_force_sum_reduction_for_comms)\("
+)
+"""Calls that tell FSDP which parameters to shard, and how to reduce their gradients."""
 _MOST_CALLS = 3
 """Maximum number of calls around a line that are shown."""
 
@@ -182,6 +187,16 @@ class UserLines:
             return True
         called = self._definitions.list_called(*line, is_direct=True) & self._functions_of_ranks
         return bool(called) and called.isdisjoint(self.functions_of_one)
+
+    def list_configuring(self, op: At) -> Iterator[Origin]:
+        """Yield the calls of ranks that configure FSDP, if it runs an operator; first those that name its module."""
+        program, recorded = self._joint.programs[op[0]], self._joint.op(op)
+        if not is_of_hook(program.sites_of(recorded)):
+            return
+        lines = sorted(line for line in program.list_lines() if is_of_user(line[0]))
+        found = [find_line(*line) for line in lines if _OF_FSDP.search(linecache.getline(*line))]
+        for site in self._sort(dict.fromkeys(found), recorded.module.split(".")[-1:]):
+            yield make_origin("configures", [site])
 
     def list_options(self, rank: int) -> Iterator[Origin]:
         """Yield the lines that define the parameters and options of the user's optimizers."""

@@ -12,7 +12,7 @@ from moeverify.report.sorting import count_verdicts
 from moeverify.report.words.cause import describe_cause, describe_evidence, describe_where
 from moeverify.report.words.origin import describe_relation
 from moeverify.results.brief import MOST_BYTES, Brief, BriefCase, BriefFinding, NextStep
-from moeverify.results.culprit import CodeLine, Culprit, Origin
+from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.run import SCHEMA_VERSION, CaseResult, RunResult
 
 
@@ -122,10 +122,9 @@ def list_lines(culprit: Culprit | None, origins: Sequence[Origin] = ()) -> list[
 
 
 def _list_lines(culprit: Culprit) -> list[tuple[CodeLine | None, str]]:
-    if culprit.names_cause or culprit.made is None:
+    first: list[tuple[Operation | None, str]] = [(culprit.made, ""), (culprit.here, "takes it")]
+    if culprit.made is None or (culprit.names_cause and culprit.mechanism != "group"):
         first = [(culprit.here, ""), (culprit.made, "makes its operand")]
-    else:
-        first = [(culprit.made, ""), (culprit.here, "takes it")]
     operations = [
         *first,
         (culprit.there, "the counterpart on one device"),

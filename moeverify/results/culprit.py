@@ -141,6 +141,7 @@ OriginKind = Literal[
     "unused",
     "draw",
     "skipped",
+    "configures",
 ]
 """Relation of a line to the first wrong operation, which comes later:
 
@@ -168,6 +169,7 @@ OriginKind = Literal[
 - `draw`: it draws random numbers, and one device does not;
 - `skipped`: the condition or iterable of lines that one device executes, and no rank;
 - `entered`: it calls a function that one device runs too, from a line that one device does not run;
+- `configures`: it configures the part of torch that runs the wrong operation;
 - `callee`: it is in a function that computes arguments, of which one device executes other lines.
 """
 

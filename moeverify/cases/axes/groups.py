@@ -5,6 +5,7 @@ No torch: the controller uses this too, for layouts that have not run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -42,6 +43,22 @@ def list_groups(case: Case) -> dict[str, list[list[int]]]:
         groups = view.groups(name)
         if view.axes[name] > 1 and groups not in found.values():
             found[label] = groups
+    return found
+
+
+def list_unions(case: Case) -> dict[str, list[list[int]]]:
+    """Return the groups of `list_groups`, and of every union of mesh axes.
+
+    A union has the names of its axes, such as `dp_replicate and cp`, unless it is `fsdp`.
+    """
+    data = MeshPlan.of(case.layout).data
+    axes = [axis for axis, size in data.axes.items() if size > 1]
+    found = {axis: groups for axis, groups in list_groups(case).items() if axis != AXIS_OF["loss"].label}
+    for size in range(2, len(axes) + 1):
+        for union in itertools.combinations(axes, size):
+            groups = data.groups(*union)
+            if groups not in found.values():
+                found[" and ".join(union)] = groups
     return found
 
 

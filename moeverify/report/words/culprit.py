@@ -58,6 +58,10 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
     about = "one input may be wrong" if is_doubtful else _ABOUT.get(culprit.mechanism, "its inputs match")
     if culprit.mechanism == "block":
         return f"wrong block of a parameter: made by {operation}"
+    if culprit.mechanism == "group" and culprit.made is not None:
+        return (
+            f"wrong process group: made by {_name_operation(culprit.made)}{_name_first_caller(culprit.made)}"
+        )
     if culprit.names_cause or culprit.is_measured or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
     if culprit.mechanism == "created":
@@ -309,7 +313,10 @@ def _describe_group(culprit: Culprit) -> list[Row]:
     if culprit.here.operator == "recv":
         ring = " and ".join(culprit.axes)
         return [(_HERE, f"received from {mine} in {ring}; right is the message from {right}")]
-    return [(_HERE, f"over {mine}; its result is right over {right}")]
+    if culprit.made is None:
+        return [(_HERE, f"over {mine}; its result is right over {right}")]
+    used = f"over {mine}, first used in {_name_operation(culprit.here)}"
+    return [(_HERE, f"{used}; all results of the group are right over {right}")]
 
 
 def _describe_unreduced(culprit: Culprit) -> list[Row]:

@@ -36,6 +36,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "draw": "draws random numbers, and one device does not",
     "skipped": "one device executes the lines that depend on it, and no rank does",
     "entered": "calls this function from a line that one device does not run",
+    "configures": "configures the part of torch that runs the operation",
     "callee": "its function computes arguments of this call, and one device executes other lines of it",
 }
 """Relation of a line to the wrong result that may come from it."""

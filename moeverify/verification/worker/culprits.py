@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from moeverify.cases.axes.groups import list_degrees, list_groups
+from moeverify.cases.axes.groups import list_degrees, list_unions
 from moeverify.cases.schema import Case
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.culprits import Culprits
@@ -24,7 +24,7 @@ from moeverify.results.checks import CheckName
 from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
-from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum
+from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum, RightAlike
 from moeverify.results.operation import Scaled, Unreduced
 from moeverify.results.place import Place
 from moeverify.train.program import TrainingProgram
@@ -180,7 +180,7 @@ def find_culprits(
 def _make_explainer(case: Case, recorded: Recorded, one: Program) -> Explainer:
     sizes = sorted({float(size) for size in list_degrees(case).values()} - {1.0})
     scales = [*sizes, *(1 / size for size in sizes)]
-    return Explainer(recorded.programs, one, recorded.step, scales, list_groups(case))
+    return Explainer(recorded.programs, one, recorded.step, scales, list_unions(case))
 
 
 def _explain(
@@ -286,10 +286,11 @@ def choose_share(findings: Sequence[Finding], step: int, found: Found) -> float:
     """Return the share of the time left that repairs may take: 0 if the cause is named, up to `step`.
 
     A cause is named if a check or hypothesis names the operation and nothing found refutes it. With culprits,
-    a measured factor is no name: many mistakes have it, and an execution may show the line.
+    a measured factor is no name: many mistakes have it, and an execution may show the line. One that nothing
+    explains is none at all.
     """
     named = _find_unrefuted(findings, step, found)
-    if named is None:
+    if named is None or _is_open(named):
         return 1.0
     return _MEASURED_SHARE if found.culprits and _is_measured(named) else 0.0
 
@@ -311,17 +312,35 @@ def _keeps_name(findings: Sequence[Finding], found: Found) -> bool:
 
 
 def _says_more(culprit: Culprit, measured: Finding) -> bool:
-    """Return whether an execution shows the line of a mistake, or a number for a factor that no size explains."""
+    """Return whether an execution shows the line of a mistake, or a number for a factor that no size explains.
+
+    A factor that nothing explains says less than any line.
+    """
     operation = None if measured.explanation is None else measured.explanation.operation
     parts = operation.contributions if isinstance(operation, Scaled) else ()
     is_number = culprit.proved and culprit.mechanism == "number" and culprit.there is not None
-    return culprit.own_line is not None or (is_number and not any(each.factor.equals for each in parts))
+    is_line = culprit.here.line is not None and _is_open(measured)
+    return (
+        culprit.own_line is not None
+        or is_line
+        or (is_number and not any(each.factor.equals for each in parts))
+    )
 
 
 def _is_measured(finding: Finding) -> bool:
     """Return whether the cause of a finding is a factor that was fitted to the numbers, and not why it is wrong."""
     operation = None if finding.explanation is None else finding.explanation.operation
     return isinstance(operation, Scaled) and not operation.local_means
+
+
+def _is_open(finding: Finding) -> bool:
+    """Return whether a measured factor equals no number of the run, or tensors that are placed alike are right."""
+    operation = None if finding.explanation is None else finding.explanation.operation
+    if not isinstance(operation, Scaled) or operation.local_means or operation.ranks or operation.loss_scale:
+        return False
+    factors = [each.factor for each in operation.contributions]
+    is_explained = all(each.is_zero or each.is_one or each.equals for each in factors)
+    return not is_explained or any(isinstance(seen, RightAlike) for seen in finding.observations)
 
 
 def _find_named(findings: Sequence[Finding], step: int) -> Finding | None:

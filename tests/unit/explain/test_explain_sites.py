@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from moeverify.explain.program import Site
-from moeverify.explain.sites import MOST_SITES, find_sites
+from moeverify.explain.sites import MOST_SITES, find_sites, is_of_hook
 
 
 def look() -> tuple[Site, ...]:
@@ -48,6 +50,19 @@ def test_what_autograd_calls_has_no_line() -> None:
     y.grad_fn.register_prehook(lambda gradients: found.append(find_sites()))  # type: ignore[union-attr]
     torch.autograd.backward(y.sum())
     assert found == [()]
+
+
+def test_what_a_hook_of_fsdp_calls_has_the_line_of_fsdp() -> None:
+    """FSDP divides and reduces gradients in hooks: these operators are no derivatives."""
+    found: list[tuple[Site, ...]] = []
+    path = f"{Path(torch.__file__).parent}/distributed/fsdp/collectives.py"
+    names: dict[str, Any] = {"note": found.append, "find": find_sites}
+    exec(compile("def reduce_gradients(gradient):\n    note(find(1))", path, "exec"), names)
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(names["reduce_gradients"])  # type: ignore[no-untyped-call]
+    torch.autograd.backward(x.sum())
+    assert is_of_hook(found[0])
+    assert not is_of_hook(look())
 
 
 def test_what_a_hook_of_the_user_calls_has_the_line_of_the_hook() -> None:

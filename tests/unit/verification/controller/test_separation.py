@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moeverify.cases.axes.groups import axis_affects, list_degrees, list_groups, name_ranks
+from moeverify.cases.axes.groups import axis_affects, list_degrees, list_groups, list_unions, name_ranks
 from moeverify.cases.validation.rules import validate
 from moeverify.faults.setting import make_case
 from moeverify.results.cause import Cause
@@ -192,6 +192,18 @@ def test_axes_of_one_layout_are_named_by_their_ranks() -> None:
     assert name_ranks(case, [0, 1, 2, 3]) == "fsdp"
     assert name_ranks(case, [0, 3]) == "ranks 0, 3"
     assert list_groups(case)["fsdp"] == [[0, 1, 2, 3]]
+
+
+def test_unions_of_axes_are_named_after_their_axes() -> None:
+    case = make_case("a", dp_replicate=2, cp=2, tp=2)
+    found = list_unions(case)
+    assert found["dp_replicate and cp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert found["dp_replicate and cp and tp"] == [list(range(8))]
+    assert set(found) == {
+        *("dp_replicate", "cp", "tp", "dp_replicate and cp", "dp_replicate and tp", "cp and tp"),
+        "dp_replicate and cp and tp",
+    }
+    assert "fsdp" in list_unions(make_case("a", dp_shard=2, cp=2))
 
 
 def test_expert_axes_say_nothing_of_a_dense_tensor() -> None:

@@ -20,9 +20,9 @@ from moeverify.results.culprit import CodeLine, Culprit, Operation, Origin
 from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
-from moeverify.results.observation import DiagnosisFailed, ReplicaSum
+from moeverify.results.observation import DiagnosisFailed, ReplicaSum, RightAlike
 from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Scaled, Unreduced
-from moeverify.results.part import WHOLE, Contribution
+from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
 from moeverify.verification.worker.culprits import (
@@ -109,6 +109,33 @@ def test_a_measured_factor_ends_no_search_and_gives_way_to_a_line_that_an_execut
     assert (told.code, told.culprit) == ("scale", other)
     (told, last) = lead_with([measured, find("w")], Found(1, [(other, [W]), (other, [W])], places=[place]))
     assert (told.code, told.culprit, last.culprit) == ("scale", place[0], None)
+
+
+@pytest.mark.parametrize(
+    ("factors", "doubts", "is_open"),
+    [
+        ((1.009, 0.99), 0, True),
+        ((0.0, 1.0), 0, False),
+        ((0.0, 2.3), 0, True),
+        ((0.0,), 3, True),
+    ],
+)
+def test_a_factor_that_nothing_explains_gives_way_to_any_line(
+    factors: tuple[float, ...], doubts: int, is_open: bool
+) -> None:
+    """A loss divided by each rank's own count, or a factor of some of the gradients that are placed alike."""
+    parts = [Part(tokens=Tokens(data_rank=rank)) for rank in range(2)]
+    shares = [
+        Contribution(part=part, factor=Factor(value=each)) for part, each in zip(parts, factors, strict=False)
+    ]
+    operation = Scaled(contributions=tuple(shares))
+    explanation = MEASURED["explanation"].model_copy(update={"operation": operation})
+    alike = tuple(RightAlike(axis="tp", num_right=doubts, num_alike=9) for _ in range(min(doubts, 1)))
+    found = find("v", **MEASURED | {"explanation": explanation}, observations=alike)
+    place = blame(proved=False, here=HERE.model_copy(update={"line": CodeLine(file="a.py", line=7)}))
+    assert choose_share([found], 1, Found()) == (1.0 if is_open else 0.0)
+    (told, *_) = lead([found, find("w")], (place, [W]))
+    assert (told.culprit is not None and told.culprit.leads) == is_open
 
 
 def test_replicas_that_differ_lead_without_a_name_of_an_operation() -> None:
