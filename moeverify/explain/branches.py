@@ -14,7 +14,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.joint import At
-from moeverify.explain.left_out import LeftOut, list_idle
+from moeverify.explain.left_out import LeftOut, is_without_effect, list_idle
 from moeverify.explain.operators import is_blank
 from moeverify.explain.program import SETUP, Op, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
@@ -296,21 +296,15 @@ class Branches:
         return recorded.meeting is not None or is_blank(recorded) or is_moved
 
     def _is_later(self, block: _Block, cause: OperatorCause) -> bool:
-        """Return whether a block runs an operator after the wrong ones of the step, or follows a call that runs them.
-
-        Lines after a call that run no operator before it change nothing in it, except by Python values of a loop.
-        """
+        """Return whether all lines of a block run for the first time after the wrong operators of the step."""
         first = cause.ops[0]
-        calls = self._first_ops[first[0]]
+        starts = self._joint.programs[first[0]].starts.get(self._joint.op(first).step, {})
         if self._joint.op(first).step < 0:
             return False
-        callers = [line for line in self._sites(first) if find_function(*line) == find_function(*block[0])]
-        follows = bool(callers) and all(line[1] > callers[0][1] for line in block)
-        earliest = [calls[line] for line in block if line in calls]
         # Without a proof, any operator of the stretch may be the first wrong one.
         doubtful = () if cause.known or cause.repairs else cause.stretch
         last = max(number for rank, number in (first, *doubtful) if rank == first[0])
-        return any(number > last for number in earliest) or (follows and not earliest)
+        return all(starts.get(line, 0) > last for line in block)
 
     def _list_writers(self, target: Target) -> list[Line]:
         """Return the lines of user code that call the operator which writes a result on one device."""
@@ -355,10 +349,10 @@ class Branches:
         lines = self._joint.programs[rank].lines
         known = self._lines.functions_of_one - self._lines.functions_of_groups
         executed = set[Line]().union(*(lines.get(step, set()) for step in steps))
-        idle = list_idle(executed - self._lines.of_one)
+        executed -= list_idle(executed - self._lines.of_one)
         found: list[_Block] = []
         last: _Function | None = None
-        for line in sorted(executed - idle):
+        for line in sorted(executed):
             function = find_function(*line)
             is_new = line not in self._lines.of_one and function in known
             if is_new and last == function:
@@ -366,7 +360,19 @@ class Branches:
             elif is_new:
                 found.append((line,))
             last = function if is_new else None
-        return [block for block in found if not self._only_communicates(rank, steps, block)]
+        return [
+            block
+            for block in found
+            if not (self._only_communicates(rank, steps, block) or self._ends(rank, steps, block, executed))
+        ]
+
+    def _ends(self, rank: int, steps: Collection[int], block: _Block, executed: Collection[Line]) -> bool:
+        """Return whether a block runs no operator and ends its function, and so has no effect."""
+        function = find_function(*block[0])
+        is_last = all(
+            line in block for line in executed if line >= block[0] and find_function(*line) == function
+        )
+        return is_last and not self._list_ops(rank, steps, block) and is_without_effect(block)
 
     @cached_property
     def _ops_of(self) -> list[dict[Line, list[Op]]]:
@@ -378,15 +384,6 @@ class Branches:
                 for line in self._sites((rank, op.number)):
                     found[-1].setdefault(line, []).append(op)
         return found
-
-    @cached_property
-    def _first_ops(self) -> list[dict[Line, int]]:
-        """The first operator that each line of user code calls in a step, on each rank."""
-        of_steps = [
-            {line: [op.number for op in ops if op.step >= 0] for line, ops in each.items()}
-            for each in self._ops_of
-        ]
-        return [{line: ops[0] for line, ops in each.items() if ops} for each in of_steps]
 
     @cached_property
     def _proven(self) -> list[set[tuple[int, Line]]]:

@@ -333,6 +333,8 @@ class KnownValues:
             if len({None if each is None else each.shape for each in data}) == 1 and data[0] is not None:
                 total = torch.stack([each for each in data if each is not None]).sum(0)
                 known = self.locate(total, op, self.key(at)) or self._match_total(total, self.key(at))
+                if known is not None and self._follow_each_other(parts):
+                    continue
                 if known is not None and all(torch.equal(each, data[0]) for each in data if each is not None):
                     return Known(known.ids, known.scale / len(parts))  # replicas
                 is_of_ranks = len({rank for rank, _ in parts}) == len(parts)  # others may fit by chance
@@ -341,6 +343,13 @@ class KnownValues:
                 if known is not None and multiple is None:
                     multiple = replace(known, over=parts)
         return multiple
+
+    def _follow_each_other(self, parts: Sequence[At]) -> bool:
+        """Return whether one of these values is computed from another one of its rank: those of micro-batches are not."""
+        last = dict(sorted(parts))
+        ends = [(rank, number) for rank, number in last.items()]
+        before = self.joint.list_before(ends) if len(ends) < len(parts) else ()
+        return any(self.joint.maker(each) in before for each in parts if each not in ends)
 
     def _match_total(self, total: Tensor, key: Key) -> Known | None:
         """Return a match if a total equals the single device's total over its micro-batches.

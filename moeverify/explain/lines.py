@@ -52,7 +52,7 @@ class Lines:
 
     def begin(self, step: int) -> None:
         """Set the step of the lines that follow."""
-        self.lines = self._executed.lines.setdefault(step, set())
+        self._step, self._lines = step, self._executed.lines.setdefault(step, set())
         self._values = self._executed.names.setdefault(step, {})
         self._counts: Counter[CodeType] = Counter()
         for frame in _list_running():
@@ -87,6 +87,11 @@ class Lines:
     def _is_over(self, code: CodeType) -> bool:
         return self._most is not None and self._counts[code] > self._most
 
+    def note(self, line: tuple[str, int]) -> None:
+        """Add a (file, line) that is about to run."""
+        if line not in self._lines:
+            self._executed.note_line(self._step, line)
+
     def keep(self, file: str, line: int, name: str, value: object) -> None:
         """Add a value that the program assigned to a name."""
         values = self._values.setdefault((file, line, name), [])
@@ -119,7 +124,7 @@ class _Call:
                     self._lines.keep(self._file, first, name, found[0])
         if event == "line":
             self._last = frame.f_lineno
-            self._lines.lines.add((self._file, self._last))
+            self._lines.note((self._file, self._last))
             self._lines.count(frame)
         elif event == "return":
             self._lines.keep(self._file, first, RETURNED, result)

@@ -244,6 +244,10 @@ class Executed:
     names: dict[int, dict[tuple[str, int, str], list[Any]]] = field(default_factory=dict)
     skipped: set[tuple[str, int, int]] = field(default_factory=set)
 
+    def note_line(self, step: int, line: tuple[str, int]) -> None:
+        """Note that a (file, line) is executed for the first time in a step."""
+        self.lines[step].add(line)
+
     def list_lines(self) -> set[tuple[str, int]]:
         """Return the lines of all steps."""
         return set().union(*self.lines.values())
@@ -265,6 +269,7 @@ class Program(Executed):
     - `roots`: (first operator, lines of the call) of each backward pass.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `optimizers`: the calls that gave parameters to an optimizer.
+    - `starts`: the number of operators before each (file, line) ran for the first time, by step.
     - `is_complete`: False if the program was too large to keep all values.
     """
 
@@ -278,7 +283,13 @@ class Program(Executed):
     roots: list[tuple[int, tuple[Site, ...]]] = field(default_factory=list)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     optimizers: list[tuple[Site, ...]] = field(default_factory=list)
+    starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
     is_complete: bool = True
+
+    def note_line(self, step: int, line: tuple[str, int]) -> None:
+        """Note that a (file, line) is executed for the first time in a step, before the next operator."""
+        self.lines[step].add(line)
+        self.starts.setdefault(step, {})[line] = len(self.ops)
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:
         """Return the lines of an operator, or for a derivative the lines of its forward operator."""

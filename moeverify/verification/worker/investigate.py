@@ -23,7 +23,7 @@ from moeverify.cases.axes.mesh import MeshPlan
 from moeverify.cases.schema import Case
 from moeverify.explain.fitting.axes import Axes
 from moeverify.explain.fitting.capture import LIMIT, Capture, Captured, assemble_tensors, find_other_shapes
-from moeverify.explain.fitting.components import Components, make_components
+from moeverify.explain.fitting.components import ComponentSource, find_components
 from moeverify.explain.fitting.diagnosis import diagnose, origin_step
 from moeverify.explain.fitting.failure import keep_verdict
 from moeverify.explain.fitting.first_divergence import Search, StepFindings, find_origins
@@ -301,10 +301,10 @@ def _find_bounds(judgement: Judgement) -> dict[Key, float]:
 
 def _component_source(
     case: Case, golden: StoredGolden, step: int, device: torch.device
-) -> Callable[[], Components] | None:
+) -> ComponentSource | None:
     if step < 0:
         return None
-    return cache(lambda: make_components(case, golden, step, device))
+    return cache(lambda: find_components(case, golden, step, device))
 
 
 def _find_known(judgement: Judgement, step: int, *, has_own_step: bool) -> StepFindings:

@@ -15,6 +15,7 @@ from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Site, Value
+from moeverify.explain.shorten import Shortener
 from moeverify.explain.upstream import Upstream
 
 
@@ -104,7 +105,12 @@ def test_an_operand_of_another_module_is_needless_before_a_later_right_value(mod
     repair = Edit("operand", ((0, cos.number),), Changes(values={made: make(6, 4).sin().exp()}))
     chain = [OperatorCause([edit.ops[0]], [edit], [target]) for edit in (first, repair)]
     done = explainer.joint.execute(repair.changes, None, state)
-    assert explainer._shorten(chain, done, target, (), state)[0] == chain[bool(module) :]
+    assert (
+        Shortener(explainer.joint, explainer.proof, explainer.wrong).shorten(chain, done, target, (), state)[
+            0
+        ]
+        == chain[bool(module) :]
+    )
 
 
 @pytest.mark.parametrize("is_used", [True, False])

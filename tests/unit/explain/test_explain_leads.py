@@ -118,7 +118,7 @@ def test_a_number_before_an_operator_of_this_package_is_found(monkeypatch: pytes
     ranks, one = (record_call(lambda x, on=on: run(x, on), None, x=make(8, 4)) for on in (1, 0))
     explainer = Explainer([ranks], one, 0, ())
     (matrix,) = list_ops(ranks, "mm")
-    monkeypatch.setattr(explainer, "_is_own", lambda op: op == (0, matrix.number))
+    monkeypatch.setattr("moeverify.explain.explain.is_own_op", lambda _, op: op == (0, matrix.number))
     (cause,) = explainer.explain(20)
     assert explainer.joint.op(cause.ops[0]).short == "mul"
 
@@ -161,7 +161,7 @@ def test_the_users_line_that_made_a_value_of_another_place_leads_before_our_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights that were written to another place are right by themselves; the update that we subtract is wrong."""
-    monkeypatch.setattr("moeverify.explain.explain.is_own", lambda site: site.function == "observe")
+    monkeypatch.setattr("moeverify.explain.chains.is_own", lambda site: site.function == "observe")
 
     def run(x: Tensor, order: Tensor) -> Tensor:
         return observe(x.sin(), (x + 1.0)[order])

@@ -21,6 +21,7 @@ from moeverify.explain.joint import Changes
 from moeverify.explain.program import Program
 from moeverify.explain.proof import Proof
 from moeverify.explain.record import Recorder
+from moeverify.explain.shorten import Shortener
 from moeverify.explain.suspects import list_independent
 from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
@@ -206,5 +207,7 @@ def test_a_change_that_no_result_needs_is_left_out_of_a_chain() -> None:
         edit = next(each for each in edits if each.kind == "number")
         chain.append(OperatorCause([at], [edit], [total]))
     both = explainer.joint.execute(chain[0].repairs[0].changes | chain[1].repairs[0].changes)
-    kept, _ = explainer._shorten(chain, both, total, [], explainer.joint.execute(Changes()))
+    kept, _ = Shortener(explainer.joint, explainer.proof, explainer.wrong).shorten(
+        chain, both, total, [], explainer.joint.execute(Changes())
+    )
     assert kept == chain[1:]  # the loss stays wrong, and the buffer needs the second change alone

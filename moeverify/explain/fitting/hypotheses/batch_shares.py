@@ -40,8 +40,8 @@ class BatchShares(LinearFit):
 
     def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
         """Return the weights that a mean of means would give."""
-        assert inputs.components is not None
-        return list_means(inputs.components())
+        components = inputs.components() if inputs.components is not None else None
+        return list_means(components) if components is not None else []
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
         """Return the wrong shares, and whether the weights of each wrong term are those of a mean of means.
@@ -50,8 +50,8 @@ class BatchShares(LinearFit):
         sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common
         f means that the means are summed, or divided by another number.
         """
-        assert inputs.components is not None
-        components = inputs.components()
+        components = inputs.components() if inputs.components is not None else None
+        assert components is not None  # the columns are its shares
         terms = {each.part.term for each in wrong}
         first, *others = [_measure_means(term, fit, components) for term in sorted(terms)] or [None]
         if first is None or any(each is None or not is_same(each, first) for each in others):
