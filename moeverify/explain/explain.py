@@ -101,7 +101,7 @@ class Explainer:
         self._addends = Addends(self.joint, one)
         self._further = Further(self.joint, self.one, step, self.groups)
         self.independent = list_independent(self.joint, self.right, self.wrong)
-        self.proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent)
+        self.proof = Proof(self.joint, self.alignment, self.one, self.landmarks, self.independent, self.wrong)
         self._shortener = Shortener(self.joint, self.proof, self.wrong)
         self.origins = Origins(self.alignment, self.one, self.proof.breaks)
 
@@ -267,8 +267,7 @@ class Explainer:
         after = None if whole is None else self.proof.repairs(whole, first.targets[0], unknown, state)
         if whole is None or after is None:
             return causes, done
-        repaired = [sum(self.proof.is_repaired(each, now) for each in self.wrong) for now in (done, after)]
-        if repaired[0] >= repaired[1]:
+        if self.proof.count(done) >= self.proof.count(after):
             return causes, done
         return [replace(first, ops=list(whole.ops), repairs=[whole])], after
 
@@ -321,26 +320,14 @@ class Explainer:
             moved = self._further.list_moved(alignment, ops)
             if (found := self._try(moved, target, unknown, state, end)) is not None:
                 return found
-            # Values known without edits: a first step may have made a module's output a known value.
-            returns = list_returns(alignment, self.one, self.landmarks, ops)
-            returns = (each for each in returns if all(self.alignment.find(at) for at in each.changes.values))
-            regrouped = list_of_axes(alignment, self.groups, ops)
-            edits = list_edits(alignment, self.one, counterparts, ops)
-            for edit in itertools.chain(regrouped, returns, edits):
-                if time.monotonic() > end:
-                    return None
-                self.tried += 1
-                if edit.kind in SUBSTITUTIONS and self._comes_after(edit, before):
-                    continue
-                is_local = self.proof.is_local(edit, unknown, state)
-                found = self._prove(edit, target, unknown, state) if is_local else None
-                if found is None and is_local:
-                    step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
-                    steps.append((step, self.joint.execute(step.changes, None, state)))
-                    whole = widen(alignment, self.groups, step, state)
-                    found = self._try([whole] if whole else (), target, unknown, state, end)
-                if found is not None:
-                    return found
+            edits = (
+                edit
+                for edit in self._list_edits(alignment, counterparts, ops)
+                if not self._undoes(edit, chosen)
+                and not (edit.kind in SUBSTITUTIONS and self._comes_after(edit, before))
+            )
+            if (found := self._edit(edits, target, stretch, state, steps, end)) is not None:
+                return found
             before.update(ops)
         lines = list_scaled_lines(alignment, suspects, self.origins)
         scaled = itertools.chain(lines, list_unscaled(alignment, unknown, self.origins))
@@ -353,16 +340,63 @@ class Explainer:
             self._searched.add(both)
             found = self._search(target, after, self._open(alignment.under(after), target), end, both)
             if found is not None:
-                first = OperatorCause(list(step.ops), [step], [target])
-                chain, done = self._shortener.shorten([first, *found[0]], found[1], target, unknown, state)
-                return self._shortener.drop_patches(chain), done
+                chain = [OperatorCause(list(step.ops), [step], [target]), *found[0]]
+                found = self._shortener.shorten(chain, found[1], target, unknown, state)
+            if found is not None and not self.proof.may_be_chance(step, found[1]):
+                return self._shortener.drop_patches(found[0]), found[1]
         edits = (
             edit
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
             if not (edit.kind in SUBSTITUTIONS and self._comes_after(edit, before.difference(edit.ops)))
         )
-        edits = itertools.chain(list_unscaled(alignment, unknown), edits)
-        return self._try(edits, target, unknown, state, end)
+        return self._try(
+            itertools.chain(list_unscaled(alignment, unknown), edits), target, unknown, state, end
+        )
+
+    def _list_edits(
+        self, alignment: Alignment, counterparts: Counterparts, ops: Sequence[At]
+    ) -> Iterator[Edit]:
+        """Yield edits of a suspect."""
+        yield from list_of_axes(alignment, self.groups, ops)
+        for edit in list_returns(alignment, self.one, self.landmarks, ops):
+            # Values known without edits: a first step may have made a module's output a known value.
+            if all(self.alignment.find(at) for at in edit.changes.values):
+                yield edit
+        yield from list_edits(alignment, self.one, counterparts, ops)
+
+    def _edit(
+        self,
+        edits: Iterable[Edit],
+        target: Target,
+        stretch: _Stretch,
+        state: Execution,
+        steps: list[tuple[Edit, Execution]],
+        end: float,
+    ) -> tuple[list[OperatorCause], Execution] | None:
+        """Return the first edit of a suspect that repairs a target.
+
+        Edits that make only the results of their own operators right are added to `steps`.
+        """
+        alignment, unknown = stretch.alignment, stretch.unknown
+        for edit in itertools.takewhile(lambda _: time.monotonic() <= end, edits):
+            self.tried += 1
+            if not self.proof.is_local(edit, unknown, state):
+                continue
+            found = self._prove(edit, target, unknown, state)
+            if found is None:
+                step = next(list_missing_sums(alignment, self.groups, edit, state), edit)
+                steps.append((step, self.joint.execute(step.changes, None, state)))
+                whole = widen(alignment, self.groups, step, state)
+                found = self._try([whole] if whole else (), target, unknown, state, end)
+            if found is not None:
+                return found
+        return None
+
+    def _undoes(self, edit: Edit, chosen: Keys) -> bool:
+        """Return whether an edit leaves out a collective that sums what `chosen` edits have made totals of."""
+        is_of_collective = self.joint.op(edit.ops[0]).meeting is not None
+        has_totals = any(kind in ("total", "unreduced") for kind, *_ in chosen)
+        return edit.kind in ("group", "removed") and is_of_collective and has_totals
 
     def _prove(
         self,
@@ -377,10 +411,12 @@ class Explainer:
         sums = list_missing_sums(self.alignment.under(state), self.groups, edit, state)
         for each in itertools.chain(sums, () if created is None else (created,)):
             before = self.proof.repairs(each, target, unknown, state)
-            if before is not None:
+            if before is not None and not self.proof.may_be_chance(each, before):
                 return [OperatorCause(list(each.ops), [each], [target])], before
         done = self.proof.repairs(edit, target, unknown, state) if done is None else done
-        return None if done is None else ([OperatorCause(list(edit.ops), [edit], [target])], done)
+        if done is None or self.proof.may_be_chance(edit, done):
+            return None
+        return [OperatorCause(list(edit.ops), [edit], [target])], done
 
     def _try(
         self, edits: Iterable[Edit], target: Target, unknown: Sequence[At], state: Execution, end: float
@@ -388,13 +424,12 @@ class Explainer:
         """Return the first edit that repairs a target, or the next module end before it."""
         for edit in edits:
             if time.monotonic() > end:
-                return None
+                break
             self.tried += 1
             done = self.proof.repairs(edit, target, unknown, state)
-            if done is not None:
-                return self._prove(edit, target, unknown, state, done)
-            resized = self.proof.resize(edit, state)
-            if resized is not None:
+            if done is not None and (found := self._prove(edit, target, unknown, state, done)) is not None:
+                return found
+            if done is None and (resized := self.proof.resize(edit, state)) is not None:
                 return [OperatorCause(list(edit.ops), [edit], [target], is_local=True)], resized
         return None
 

@@ -54,6 +54,11 @@ class Known:
     scale: float = 1.0
     over: tuple[At, ...] = ()
 
+    @property
+    def is_of_mean(self) -> bool:
+        """Whether this is a part of a mean. If it is replaced by the total, a sum that follows makes that right."""
+        return bool(self.over) and math.isclose(self.scale * len(self.over), 1.0)
+
 
 class KnownValues:
     """Known values of all ranks, looked up lazily.
@@ -345,9 +350,8 @@ class KnownValues:
         return multiple
 
     def _follow_each_other(self, parts: Sequence[At]) -> bool:
-        """Return whether one of these values is computed from another one of its rank: those of micro-batches are not."""
-        last = dict(sorted(parts))
-        ends = [(rank, number) for rank, number in last.items()]
+        """Return whether one of these values is computed from another one of its rank, unlike micro-batches."""
+        ends = list(dict(sorted(parts)).items())
         before = self.joint.list_before(ends) if len(ends) < len(parts) else ()
         return any(self.joint.maker(each) in before for each in parts if each not in ends)
 

@@ -24,7 +24,9 @@ def _list_totals(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Ite
         for at in ops:
             for number in list(joint.op(at).reads())[place : place + 1]:
                 known = alignment.find((at[0], number))
-                if known is not None and known.over and known.ids is not None and bool(known.ids.any()):
+                if known is None or not known.over or known.ids is None or known.is_of_mean:
+                    continue
+                if bool(known.ids.any()):
                     changes.values[at[0], number] = one.elements.pick(known.ids) * known.scale
         if changes.values:
             yield Edit("total", tuple(ops), changes, {}, (place,))

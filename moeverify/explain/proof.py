@@ -12,7 +12,7 @@ from moeverify.explain.compare import TOLERANCE, is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.describe import list_differences, list_numbers
-from moeverify.explain.edit import Edit
+from moeverify.explain.edit import SUBSTITUTIONS, Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Op, Value
@@ -23,8 +23,12 @@ _LEFT = 0.05
 """Maximum fraction of a result's error that may be left after a repair."""
 
 
+_OF_TOTALS = ("total", "unreduced")
+"""Kinds of edits that put the total of several ranks in the place of a part."""
+
+
 class Proof:
-    """Executes edits and judges the results. `right` are results that are right and must stay right."""
+    """Executes edits and judges the results. `right` are results that must stay right; `wrong` are the wrong ones."""
 
     def __init__(
         self,
@@ -33,9 +37,10 @@ class Proof:
         one: OneDevice,
         landmarks: Landmarks,
         right: Sequence[Target],
+        wrong: Sequence[Target],
     ) -> None:
         self._joint, self._alignment, self._one = joint, alignment, one
-        self._landmarks, self._right = landmarks, right
+        self._landmarks, self._right, self._wrong = landmarks, right, wrong
 
     def is_local(self, edit: Edit, unknown: Sequence[At], state: Execution) -> bool:
         """Return whether an edit gives its operators the results of their counterparts.
@@ -93,7 +98,7 @@ class Proof:
         after = self._joint.execute(edit.changes, None, state)
         if self.breaks(after) or not self._fits(edit, target, after):
             return None
-        if self.is_repaired(target, after):
+        if self.is_repaired(target, after) and not self._is_of_signs(edit, target, after):
             return after
         # If the target cannot be computed again, the next results that can be computed decide.
         is_open = after.has_other_choices() or not after.tainted.isdisjoint(target.values.values())
@@ -102,6 +107,24 @@ class Proof:
         advances = self._advances(edit, after if edit.kind == "block" else done, state)
         decides = edit.kind == "created" and self._decides_right(after)
         return after if (marks and is_open) or advances or decides else None
+
+    def _is_of_signs(self, edit: Edit, target: Target, after: Execution) -> bool:
+        """Return whether other choices of experts may repair a buffer by chance, such as biases moved by signs."""
+        is_of_input = edit.kind in ("block", "created")
+        return is_of_input and target.mark[1] == Kind.BUFFER and after.has_other_choices()
+
+    def count(self, state: Execution) -> int:
+        """Return how many of the wrong results are right."""
+        return sum(self.is_repaired(each, state) for each in self._wrong)
+
+    def may_be_chance(self, edit: Edit, done: Execution) -> bool:
+        """Return whether a total in the place of a part repairs a later sum of the ranks, and no wrong gradient."""
+        known = [self._alignment.find(at) for at in edit.changes.values]
+        is_of_parts = edit.kind in SUBSTITUTIONS and all(each is not None and each.over for each in known)
+        if not (is_of_parts or edit.kind in _OF_TOTALS) or done.has_other_choices():
+            return False
+        gradients = [each for each in self._wrong if each.mark[1] == Kind.GRADIENT]
+        return bool(gradients) and not any(self.is_repaired(each, done) for each in gradients)
 
     def resize(self, edit: Edit, state: Execution) -> Execution | None:
         """Return the execution with an edit if it only gives results the sizes and values of their counterparts.

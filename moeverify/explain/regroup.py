@@ -96,11 +96,14 @@ def list_reductions(
         reductions = sorted(REDUCTIONS.items(), key=lambda each: each[0] != usual)
         every = alignment.siblings(value)
         first = [at for at in every if alignment.occurrence(at) == alignment.occurrence(value)]
-        is_floating = joint.value(value).is_floating
+        is_floating, known = joint.value(value).is_floating, alignment.find(value)
+        is_of_mean = known is not None and known.is_of_mean
         for values in dict.fromkeys((tuple(every), tuple(first))) if is_floating or has_all else ():
             makers = tuple(map(joint.maker, values))
             for axis, parts in groups.items():
                 for name, reduce in reductions:
+                    if name == "sum" and is_of_mean:
+                        continue
                     if changes := reduce_values(alignment, values, parts, reduce):
                         yield Edit("unreduced", makers, Changes(values=changes), numbers=((name, axis),))
 

@@ -132,7 +132,14 @@ def test_another_size_of_a_new_tensor_proves_nothing() -> None:
     edits = list_edits(explainer.alignment, explainer.one, counterparts, (at,))
     (edit,) = [each for each in edits if each.kind == "number"]
     assert list_numbers(ranks.ops[at[1]], edit.others[at]) == [("6", "8")]
-    proof = Proof(explainer.joint, explainer.alignment, explainer.one, explainer.landmarks, explainer.right)
+    proof = Proof(
+        explainer.joint,
+        explainer.alignment,
+        explainer.one,
+        explainer.landmarks,
+        explainer.right,
+        explainer.wrong,
+    )
     assert proof.resize(edit, explainer.joint.execute(Changes())) is None
 
 
