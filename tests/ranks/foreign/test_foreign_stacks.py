@@ -8,7 +8,12 @@ import pytest
 from foreign_cases import EXAMPLES, run_files
 
 # The module that the cases of each folder of examples/stacks need.
-MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+MODULES = {
+    "deepspeed": "deepspeed",
+    "megatron": "megatron.core",
+    "olmo_core": "olmo_core",
+    "picotron": "picotron",
+}
 
 
 @pytest.mark.parametrize("stack", MODULES)
