@@ -13,6 +13,7 @@ MODULES = {
     "megatron": "megatron.core",
     "olmo_core": "olmo_core",
     "picotron": "picotron",
+    "torchtune": "torchtune",
 }
 
 
