@@ -333,7 +333,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "The parallel code of other frameworks on tiny models, verified from case files without any code. CPUs,",
         "gloo, AdamW with a clip that binds, two steps in the examples and one in the sweep. `accumulation` is 2",
         "micro-batches. Experts are `eager` unless a mode names another implementation. The precision is float64,",
-        "except for DeepSpeed, Megatron, picotron's cp, `grouped_mm`, and FSDP with expert parallelism of transformers,",
+        "except for DeepSpeed, Megatron, the cp of picotron, `grouped_mm`, and FSDP with experts of transformers,",
         "which use float32. `make stacks` makes this page.",
         "",
         f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, python {platform.python_version()}, {versions}",
