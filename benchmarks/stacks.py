@@ -40,6 +40,7 @@ FRAMEWORKS = {
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
+    "modalities": "modalities",
     "nemo_automodel": "nemo-automodel",
     "olmo_core": "ai2-olmo-core",
     "picotron": "picotron",
@@ -51,6 +52,7 @@ CHECKOUTS = {"picotron": "huggingface/picotron"}  # without a package
 RELEASES = ("5.17.0", "5.20.0", "5.23.0")
 ENVIRONMENTS = {
     "frameworks": ("deepspeed==0.19.8", "lightning==2.6.6", "megatron-core==0.16.1", "torchtitan==0.3.0"),
+    "modalities": ("modalities==0.5.0", "transformers==4.57.1"),
     "nemo_automodel": ("nemo-automodel==0.7.0", "transformers==5.18.0"),
     "olmo_core": ("ai2-olmo-core==3.0.0",),
     "torchtune": ("torchtune==0.6.1", "torchao==0.13.0"),
@@ -314,9 +316,9 @@ def describe(case, known):
 
 
 def describe_declared(path):
-    """Return the differences that a case file declares, and the reason, as written there."""
-    match = re.search(r'because: "(.*)"', path.read_text())
-    return f", and differs as declared: {match[1]}" if match else ""
+    """Return the reason of the differences that a case file declares, or an empty text."""
+    match = re.search(r'because: "(.*?)(?: \(examples/found\))?"', path.read_text())
+    return f"declared: {match[1]}" if match else ""
 
 
 def collect_versions(cases):
@@ -340,12 +342,16 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "",
         "## Ready-made adapters",
         "",
+        "A `declared` case differs as its file says, mostly by a bug in [examples/found](../../examples/found).",
+        "",
         "| Release | Cases, with the number of compared tensors | Verdict |",
         "|---|---|---|",
     ]
     rows = {}
     for case in examples:
-        verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
+        verdict = describe(case, None)
+        if verdict == "pass":
+            verdict = describe_declared(Path(ROOT / case["file"])) or verdict
         framework = FRAMEWORKS[Path(case["file"]).parent.name]
         release = f"{framework} {case['versions'][framework]}"
         rows.setdefault((release, verdict), []).append(f"{Path(case['file']).stem} {count_tensors(case)}")
