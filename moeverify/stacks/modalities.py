@@ -74,7 +74,6 @@ def parallelize(
     import_framework("modalities", least=LEAST)
     from modalities.models.gpt2.gpt2_model import GPT2LLM
     from modalities.models.model_factory import GPT2ModelFactory, ModelFactory
-    from modalities.running_env.fsdp.device_mesh import get_device_mesh
     from modalities.training.gradient_clipping.fsdp_gradient_clipper import (
         FSDP2GradientClipper,
         GradientClippingMode,
@@ -88,16 +87,7 @@ def parallelize(
     if problems:
         raise CaseError(problems)
     dtype = SimpleNamespace(value=next(model.parameters()).dtype)  # its enumeration has no float64
-    own_mesh = get_device_mesh(
-        device_type=mesh.device_type,
-        data_parallel_replicate_degree=mesh["dp_replicate"].size(),
-        data_parallel_shard_degree=mesh["dp_shard"].size(),
-        tensor_parallel_degree=mesh["tp"].size(),
-        pipeline_parallel_degree=1,
-        context_parallel_degree=1,
-        enable_loss_parallel=False,
-        world_size=mesh.size(),
-    )
+    own_mesh = _build_mesh(mesh)
     try:
         if mesh["tp"].size() > 1:
             model = GPT2ModelFactory.get_gpt2_tensor_parallelized_model(model, own_mesh)
@@ -118,6 +108,23 @@ def parallelize(
     optimizer = make_optimizer(divided)
     engine = FrameworkLoop(optimizer, optimizer, torch.autograd.backward, clip_by_norm)
     return ParallelizedCustomModel(divided.train(), engine=engine, accumulate=_reduce_each_time)
+
+
+def _build_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return Modalities' mesh, without axes of one rank."""
+    from modalities.running_env.fsdp.device_mesh import get_device_mesh
+
+    built: DeviceMesh = get_device_mesh(
+        device_type=mesh.device_type,
+        data_parallel_replicate_degree=mesh["dp_replicate"].size(),
+        data_parallel_shard_degree=mesh["dp_shard"].size(),
+        tensor_parallel_degree=mesh["tp"].size(),
+        pipeline_parallel_degree=1,
+        context_parallel_degree=1,
+        enable_loss_parallel=False,
+        world_size=mesh.size(),
+    )
+    return built
 
 
 def _reduce_each_time(last: bool) -> AbstractContextManager[object]:
