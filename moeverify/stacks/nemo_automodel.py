@@ -40,6 +40,7 @@ from moeverify.train.parallelize_custom import ParallelizedCustomModel
 # The first release that divides a model by a MeshContext.
 LEAST = "0.7.0"
 _DISTRIBUTION = "nemo-automodel"
+_EXPERTS = "ep"  # an axis of its mesh
 
 
 def make(
@@ -109,9 +110,7 @@ def parallelize(
     from nemo_automodel.components.distributed.utils import get_sync_ctx
     from nemo_automodel.components.training import utils
 
-    problems = refuse_axes(
-        mesh, ("cp",), "this adapter of NeMo Automodel has no positions to divide a sequence by"
-    )
+    problems = refuse_axes(mesh, ("cp",), "this adapter of NeMo Automodel divides no sequences")
     problems += refuse_unknown_arguments(FSDP2Config, arguments)
     if problems:
         raise CaseError(problems)
@@ -132,10 +131,7 @@ def parallelize(
         return entered
 
     clip_by_norm = partial(
-        utils.clip_grad_norm,
-        model_parts=parts,
-        moe_mesh=context.moe_mesh,
-        ep_axis_name=_name_experts(context),
+        utils.clip_grad_norm, model_parts=parts, moe_mesh=context.moe_mesh, ep_axis_name=_EXPERTS
     )
     optimizer = make_optimizer(divided)
     engine = FrameworkLoop(optimizer, optimizer, torch.autograd.backward, clip_by_norm)
@@ -150,7 +146,9 @@ def _build_context(mesh: DeviceMesh, ep_size: int, dtype: torch.dtype, arguments
 
     sizes = {axis: mesh[axis].size() for axis in ("dp_replicate", "dp_shard", "tp")}
     if sizes["dp_replicate"] == mesh.size() > 1:
-        return MeshContext.build(DDPConfig(), ParallelismSizes())
+        if arguments:
+            raise ValueError("dp_replicate alone is DDP, which has no fields of FSDP2Config")
+        return MeshContext.build(DDPConfig(), ParallelismSizes(ep_size=ep_size))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     wanted = ParallelismSizes(
         dp_size=sizes["dp_replicate"] * sizes["dp_shard"],
@@ -159,10 +157,6 @@ def _build_context(mesh: DeviceMesh, ep_size: int, dtype: torch.dtype, arguments
         ep_size=ep_size,
     )
     return MeshContext.build(FSDP2Config(**{"mp_policy": policy} | dict(arguments)), wanted)
-
-
-def _name_experts(context: Any) -> str | None:
-    return None if context.moe_mesh is None else "ep"
 
 
 def _scale(parts: list[nn.Module], context: Any) -> None:
@@ -176,7 +170,7 @@ def _scale(parts: list[nn.Module], context: Any) -> None:
         parts,
         device_mesh=context.device_mesh,
         moe_mesh=context.moe_mesh,
-        ep_axis_name=_name_experts(context),
+        ep_axis_name=_EXPERTS,
         dp_group_size=context.dp_size,
         expert_tp_replication_factor=utils.get_expert_tp_replication_factor(parts, context.device_mesh),
     )
