@@ -11,6 +11,8 @@ from foreign_cases import EXAMPLES, run_files
 MODULES = {
     "deepspeed": "deepspeed",
     "megatron": "megatron.core",
+    "modalities": "modalities",
+    "nemo_automodel": "nemo_automodel",
     "olmo_core": "olmo_core",
     "picotron": "picotron",
     "torchtune": "torchtune",
