@@ -61,8 +61,8 @@ hooks: $(VENV)/installed-lint ## Check style, spelling, types and sizes of files
 samples: $(VENV)/installed try-megablocks ## Make the outputs and tables that README and docs show anew
 	$(BIN)/python benchmarks/samples.py
 
-stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about 15 minutes
-	$(BIN)/python benchmarks/stacks.py
+stacks: $(VENV)/installed-test ## Verify stacks of others, and make docs/results/stacks.md anew: about 20 minutes; CHECKOUTS=DIR as for found
+	$(BIN)/python benchmarks/stacks.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS))
 
 found: $(VENV)/installed-test ## Run the bugs in examples/found again; CHECKOUTS=DIR has sources of projects without a package
 	$(BIN)/python benchmarks/found.py $(if $(CHECKOUTS),--checkouts $(CHECKOUTS))

@@ -155,7 +155,7 @@ def explain() -> str:
 
 def own_models() -> str:
     """Return the examples with users' own models."""
-    command = "moeverify run examples/my_gpt examples/my_moe --goldens examples/golden"
+    command = "moeverify run examples/my_gpt --goldens examples/golden"
     return block(pick(run(command), "case ", "---", "my-"), command)
 
 

@@ -1,13 +1,14 @@
 """Other people's stacks: their own parallel code on tiny models, verified as anyone would, from case files alone.
 
     python benchmarks/stacks.py [--families qwen3_moe,...] [--modes tp,fsdp,...] [--narrow tp,...]
-        [--reports FOLDER] [--out PAGE]
+        [--reports FOLDER] [--checkouts FOLDER] [--out PAGE]
     python benchmarks/stacks.py --transformers 5.24.0 [--families ...] [--modes ...] [--narrow=]
 
 Runs the cases of examples/stacks, a sweep over families of transformers under its tensor, expert and data
 parallelism, part of it in bfloat16 too, and older releases of transformers. Every case is a recipe and one line of
 layout; none has code. Frameworks and releases go into virtual environments of their own, which are made where they
-are missing. With --transformers, only the families are swept, with that release, and the table is printed.
+are missing. Projects without a package are read from the folder --checkouts, or left out. With --transformers, only
+the families are swept, with that release, and the table is printed.
 """
 
 import argparse
@@ -39,11 +40,22 @@ FRAMEWORKS = {
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
     "megatron": "megatron-core",
+    "modalities": "modalities",
+    "nemo_automodel": "nemo-automodel",
+    "olmo_core": "ai2-olmo-core",
+    "picotron": "picotron",
+    "torchtune": "torchtune",
 }
-# Packages of each environment that the current one may lack, or has in another release.
+CHECKOUTS = {"picotron": "huggingface/picotron"}  # without a package
+# Packages of each environment that the current one may lack, or has in another release. An environment with the
+# name of a folder of examples is that folder's.
 RELEASES = ("5.17.0", "5.20.0", "5.23.0")
 ENVIRONMENTS = {
     "frameworks": ("deepspeed==0.19.8", "lightning==2.6.6", "megatron-core==0.16.1", "torchtitan==0.3.0"),
+    "modalities": ("modalities==0.5.0", "transformers==4.57.1"),
+    "nemo_automodel": ("nemo-automodel==0.7.0", "transformers==5.18.0"),
+    "olmo_core": ("ai2-olmo-core==3.0.0",),
+    "torchtune": ("torchtune==0.6.1", "torchao==0.13.0"),
     **{f"transformers-{release}": (f"transformers=={release}", "accelerate==1.15.0") for release in RELEASES},
 }
 NEWEST = f"transformers-{RELEASES[-1]}"
@@ -177,8 +189,17 @@ def list_versions(python):
     return json.loads(printed.stdout)
 
 
-def run_cases(paths, python, scratch, reports):
-    """Run the cases without a report in one launch, keep one report per case, and return all reports."""
+def find_commit(checkout):
+    """Return the commit of a checkout, or `checkout` where git knows none."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "checkout"
+
+
+def run_cases(paths, python, scratch, reports, checkout=None):
+    """Run the cases without a report in one launch, keep one report per case, and return all reports.
+
+    `checkout` is the folder of a project that the cases import.
+    """
     kept = {path: reports / f"{path.parent.name}--{path.stem}.json" for path in sorted(paths)}
     missing = [path for path, report in kept.items() if not report.exists()]
     if missing:
@@ -188,13 +209,14 @@ def run_cases(paths, python, scratch, reports):
         command += ["--json", str(together), "--quiet"]
         command += ["--cache", str(scratch / "cache"), "--goldens", str(scratch / "goldens")]
         started = time.monotonic()
-        paths_of_modules = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        sources = [str(ROOT), os.environ.get("PYTHONPATH"), checkout and str(checkout)]
+        paths_of_modules = os.pathsep.join(filter(None, sources))
         environment = os.environ | {"PYTHONPATH": paths_of_modules}
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, env=environment, check=False)
         print(
             f"{len(missing)} cases of {paths[0].parent.name}: {time.monotonic() - started:.0f} s", flush=True
         )
-        versions = list_versions(python)
+        versions = list_versions(python) | ({checkout.name: find_commit(checkout)} if checkout else {})
         # Files of two folders may have one name.
         by_file = {
             (ROOT / case["file"]).resolve(): case for case in json.loads(together.read_text())["cases"]
@@ -209,13 +231,22 @@ def choose(families, modes):
     return [(family, mode) for family in families for mode in modes if family in MIXTURES or "ep" not in mode]
 
 
-def run_examples(environments, scratch, reports):
+def run_examples(environments, scratch, reports, checkouts):
     """Run the example cases, one launch per framework: changes to torch then affect only that launch."""
     reported = []
     for folder in sorted(path for path in EXAMPLES.iterdir() if path.is_dir()):
-        own = any(line.startswith(f"{FRAMEWORKS[folder.name]}==") for line in ENVIRONMENTS["frameworks"])
-        python = make_environment(environments / ("frameworks" if own else NEWEST))
-        reported += run_cases(sorted(folder.glob("*.yaml")), python, scratch, reports)
+        name, checkout = folder.name, None
+        if name in CHECKOUTS:
+            checkout = checkouts and (checkouts / name).resolve()
+            if checkout is None or not checkout.is_dir():
+                print(
+                    f"{name} is left out: it needs --checkouts with https://github.com/{CHECKOUTS[name]} in it"
+                )
+                continue
+        own = any(line.startswith(f"{FRAMEWORKS[name]}==") for line in ENVIRONMENTS["frameworks"])
+        environment = name if name in ENVIRONMENTS else "frameworks" if own else NEWEST
+        python = make_environment(environments / environment)
+        reported += run_cases(sorted(folder.glob("*.yaml")), python, scratch, reports, checkout)
     return reported
 
 
@@ -285,9 +316,9 @@ def describe(case, known):
 
 
 def describe_declared(path):
-    """Return the differences that a case file declares, and the reason, as written there."""
-    match = re.search(r'because: "(.*)"', path.read_text())
-    return f", with a difference that it declares: {match[1]}" if match else ""
+    """Return the reason of the differences that a case file declares, or an empty text."""
+    match = re.search(r'because: "(.*?)(?: \(examples/found\))?"', path.read_text())
+    return f"declared: {match[1]}" if match else ""
 
 
 def collect_versions(cases):
@@ -304,33 +335,42 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "The parallel code of other frameworks on tiny models, verified from case files without any code. CPUs,",
         "gloo, AdamW with a clip that binds, two steps in the examples and one in the sweep. `accumulation` is 2",
         "micro-batches. Experts are `eager` unless a mode names another implementation. The precision is float64,",
-        "except for DeepSpeed, Megatron, `grouped_mm`, and FSDP with expert parallelism, which use float32.",
-        "`make stacks` makes this page.",
+        "except for DeepSpeed, Megatron, the cp of picotron, `grouped_mm`, and FSDP with experts of transformers,",
+        "which use float32. `make stacks` makes this page.",
         "",
         f"`{command}`, {datetime.datetime.now(datetime.UTC).date()}, python {platform.python_version()}, {versions}",
         "",
         "## Ready-made adapters",
+        "",
+        "A `declared` case differs as its file says, mostly by a bug in [examples/found](../../examples/found).",
         "",
         "| Release | Cases, with the number of compared tensors | Verdict |",
         "|---|---|---|",
     ]
     rows = {}
     for case in examples:
-        verdict = describe(case, None) + describe_declared(Path(ROOT / case["file"]))
+        verdict = describe(case, None)
+        if verdict == "pass":
+            verdict = describe_declared(Path(ROOT / case["file"])) or verdict
         framework = FRAMEWORKS[Path(case["file"]).parent.name]
         release = f"{framework} {case['versions'][framework]}"
-        rows.setdefault((release, verdict), []).append(f"{case['name']} {count_tensors(case)}")
+        rows.setdefault((release, verdict), []).append(f"{Path(case['file']).stem} {count_tensors(case)}")
     lines += [f"| {release} | {', '.join(cases)} | {verdict} |" for (release, verdict), cases in rows.items()]
     lines += ["", "## Families of transformers", ""]
-    lines += describe_sweep(sweep, modes, KNOWN)
+    notes = {}
+    lines += describe_sweep(sweep, modes, KNOWN, notes)
     if narrow:
-        lines += describe_narrow(narrow)
+        lines += describe_narrow(narrow, notes)
     lines += describe_releases(releases)
     return "\n".join(lines) + "\n"
 
 
-def describe_sweep(sweep, modes, known):
-    """Return the table of families and modes, its notes and its sums. Equal families share a row."""
+def describe_sweep(sweep, modes, known, notes):
+    """Return the table of families and modes, its notes and its sums. Equal families share a row.
+
+    `notes` has the numbers of the notes of other tables, and gets those of this one.
+    """
+    others = len(notes)
     lines = [f"| families | {' | '.join(modes)} |", "|---" * (len(modes) + 1) + "|"]
     by_name = {case["name"]: case for case in sweep}
     explained = 0
@@ -343,32 +383,34 @@ def describe_sweep(sweep, modes, known):
             cells.append("" if case is None else describe(case, reason))
             explained += case is not None and case["verdict"] != "pass" and cells[-1] == str(reason)
         rows.setdefault(tuple(cells), []).append(family)
-    notes = {}
     for cells, families in rows.items():
         short = [
             cell if len(cell) < SHORT else f"note {notes.setdefault(cell, len(notes) + 1)}" for cell in cells
         ]
         lines.append(f"| {', '.join(families)} | {' | '.join(short)} |")
-    lines += ["", *(f"{number}. {cell}" for cell, number in notes.items())]
+    lines += ["", *(f"{number}. {cell}" for cell, number in notes.items() if number > others)]
     passed = sum(case["verdict"] == "pass" for case in sweep)
     rest = f"{explained} have a known bug of others, {len(sweep) - passed - explained} are not explained"
     total = sum(map(count_tensors, sweep))
     return [*lines, "", f"{passed} of {len(sweep)} combinations pass, {rest}; {total} tensors were compared."]
 
 
-def describe_narrow(cases):
-    """Return the table of the bfloat16 results, with the smallest reliably detected gradient error."""
+def describe_narrow(cases, notes):
+    """Return the table of the bfloat16 results, with the smallest reliably detected gradient error.
+
+    `notes` are those of the table before it.
+    """
     lines = [
         "",
         "## In bfloat16",
         "",
         "Weights, gradients and optimizer state are in bfloat16. A gradient is undecided if rounding, which moves",
         "tokens to other experts, may change more than half of it. Clip and optimizer steps are recomputed from each",
-        "rank's own values and are decided everywhere. `--narrow` chooses the modes; `--narrow=` leaves this out.",
+        "rank's own values and are decided everywhere.",
         "",
     ]
     modes = [mode for mode in MODES if any(case["name"].endswith(f"--{mode}") for case in cases)]
-    lines += describe_sweep(cases, modes, KNOWN | NARROW_KNOWN)
+    lines += describe_sweep(cases, modes, KNOWN | NARROW_KNOWN, notes)
     limits = [limits for case in cases if (limits := find_limits(case))]
     medians = [median for median, _, _ in limits]
     undecided, compared = (sum(each[place] for each in limits) for place in (1, 2))
@@ -403,6 +445,9 @@ def main():
         "--reports", type=Path, help="folder that keeps every report: what is there is not run again"
     )
     parser.add_argument(
+        "--checkouts", type=Path, metavar="FOLDER", help="checkouts of projects without a package"
+    )
+    parser.add_argument(
         "--environments",
         type=Path,
         default=ROOT / ".venv-stacks",
@@ -425,14 +470,14 @@ def main():
         if options.transformers:
             python = find_python(options.transformers, environments)
             sweep, narrow = run_families(options, modes, python, scratch, reports)
-            print(
-                *describe_sweep(sweep, modes, KNOWN), *(describe_narrow(narrow) if narrow else ()), sep="\n"
-            )
+            notes = {}
+            print(*describe_sweep(sweep, modes, KNOWN, notes), sep="\n")
+            print(*(describe_narrow(narrow, notes) if narrow else ()), sep="\n")
             print(f"\nversions: {collect_versions(sweep)}")
             print("families without fields here:", *list_new_families(python))
             return
         releases = run_releases(environments, scratch, reports)
-        examples = run_examples(environments, scratch, reports)
+        examples = run_examples(environments, scratch, reports, options.checkouts)
         python = make_environment(environments / NEWEST)
         sweep, narrow = run_families(options, modes, python, scratch, reports)
         options.out.write_text(make_page(command, examples, sweep, modes, releases, narrow))

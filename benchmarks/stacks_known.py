@@ -98,7 +98,7 @@ RELEASES_KNOWN = {
 RELEASES_KNOWN |= {
     (release, "flag-without-size"): KnownBug(
         release=f"transformers {release}",
-        reason="without a size `tp_size` and `ep_size` are 1, so that every rank has the whole model",
+        reason="without a size every rank has the whole model",
         page="",
         wrong="axis tp",
         cause="no parameter is divided over tp",

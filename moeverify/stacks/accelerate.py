@@ -11,9 +11,8 @@ step use the Accelerator like a training loop written for it. A case names `para
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moeverify.errors import CaseError, Problem
+from moeverify.stacks.environment import kept_environment
 from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
@@ -60,7 +60,7 @@ def parallelize(
         problems.append(Problem(message, path="layout.arguments", remedy=remedy))
     if problems:
         raise CaseError(problems)
-    with _kept_environment():
+    with kept_environment():  # transformers reads ACCELERATE_USE_FSDP on loading
         # The state is a singleton of the process, and this function is called once per program.
         AcceleratorState._reset_state(reset_partial_state=True)
         is_cpu = mesh.device_type == "cpu"
@@ -88,15 +88,3 @@ def parallelize(
 
     engine = FrameworkLoop(optimizer.optimizer, optimizer, accelerator.backward, clip_by_norm)
     return ParallelizedCustomModel(prepared, engine=engine, accumulate=accumulate)
-
-
-@contextmanager
-def _kept_environment() -> Iterator[None]:
-    """Undo changes of the environment by accelerate: transformers reads ACCELERATE_USE_FSDP on loading."""
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            del os.environ[name]
-        os.environ.update(before)

@@ -20,7 +20,8 @@ def import_framework(
 ) -> Any:
     """Return the module of a framework whose version is at least `least`.
 
-    `distribution` is the name of its package for pip, by default `name`.
+    `distribution` is the name of its package for pip, by default `name`. An empty `least` is for projects without
+    a package, which are imported from a checkout.
 
     Raises: CaseError when it is not installed, fails to import, has no version, or is too old.
     """
@@ -30,6 +31,8 @@ def import_framework(
     # frameworks fail in different ways if a device, compiler or library is missing
     except Exception as error:
         raise CaseError([_describe_failure(name, distribution, least, path, error)]) from error
+    if not least:
+        return module
     version = _find_version(module, distribution)
     if version is None:
         place = getattr(module, "__file__", None) or name
@@ -53,6 +56,8 @@ def _describe_failure(name: str, distribution: str, least: str, path: str, error
     is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
     if is_missing:
         remedy = f'pip install "{distribution}>={least}" into the environment that runs moeverify'
+        if not least:
+            remedy = "add the folder of a checkout of it to PYTHONPATH"
         return Problem(f"`{name}` cannot be imported: {error}", path=path, remedy=remedy)
     message = f"`{name}` is there and cannot be imported: {type(error).__name__}: {error}"
     remedy = f'`{sys.executable} -c "import {name}"` shows where it fails'

@@ -32,16 +32,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from moeverify.errors import CaseError, Problem
 from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
+from moeverify.stacks.kept_precision import KeptPrecision
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 from moeverify.train.target import resolve
-from moeverify.train.wide_operators import multiply_groups
 
 # The first release whose models store their shardings in their configuration.
 LEAST = "0.3.0"
@@ -58,25 +57,6 @@ _SIZES = {
     "dp_shard": "data_parallel_shard_degree",
     "tp": "tensor_parallel_degree",
 }
-
-
-class KeptPrecision(TorchFunctionMode):
-    """Function mode in which torchtitan computes in the precision of its parameters.
-
-    torchtitan 0.3.0 always rounds the operands of its experts to bfloat16 and its logits to float32, which
-    would hide errors of a layout. In this mode the conversions do nothing. The grouped product, which
-    requires bfloat16 on GPUs, is computed expert by expert for wider operands.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call a torch function, without conversions that round."""
-        if func in (Tensor.bfloat16, Tensor.float) and args[0].dtype in (torch.float32, torch.float64):
-            return args[0]
-        if func is torch._grouped_mm and args[0].dtype in (torch.float32, torch.float64):
-            return multiply_groups(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def find_arguments(target: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,9 @@ class WideOperators(PassMode):
 
     def substitute(self, func: Any, args: Sequence[Any]) -> Callable[..., Any]:
         """Return the operator or its float64 replacement."""
-        if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
+        if func is scaled_dot_product_attention and any(
+            key.ndim > 2 and not key.shape[-3] for key in args[1:2]
+        ):
             # torch 2.11 divides by the number of heads on CPUs: with no heads the process dies of SIGFPE.
             raise RuntimeError("attention without key heads")
         # torch.nn.functional.grouped_mm is a Python function that calls torch._grouped_mm.

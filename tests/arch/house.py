@@ -108,7 +108,7 @@ READS_ENVIRONMENT = (
     "verification.controller.machine",
     "scripts.record.command",
     "scripts.startup",
-    "stacks.accelerate",  # restores the variables that accelerate writes
+    "stacks.environment",  # restores the variables that frameworks write
 )
 
 # Modules that read files directly: those that only this project writes, and the readers of each format. All others

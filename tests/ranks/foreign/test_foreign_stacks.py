@@ -8,7 +8,15 @@ import pytest
 from foreign_cases import EXAMPLES, run_files
 
 # The module that the cases of each folder of examples/stacks need.
-MODULES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
+MODULES = {
+    "deepspeed": "deepspeed",
+    "megatron": "megatron.core",
+    "modalities": "modalities",
+    "nemo_automodel": "nemo_automodel",
+    "olmo_core": "olmo_core",
+    "picotron": "picotron",
+    "torchtune": "torchtune",
+}
 
 
 @pytest.mark.parametrize("stack", MODULES)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moeverify.cases.schema import Optimizer
 from moeverify.errors import CaseError
 from moeverify.stacks import accelerate
+from moeverify.stacks.environment import kept_environment
 from moeverify.stacks.loop import FrameworkLoop
 
 
@@ -71,7 +72,7 @@ def test_what_accelerate_cannot_divide_is_refused_together() -> None:
 def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_VERSION", "1")
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
-    with accelerate._kept_environment():
+    with kept_environment():
         os.environ["ACCELERATE_USE_FSDP"] = "true"
         os.environ["FSDP_VERSION"] = "2"
     assert "ACCELERATE_USE_FSDP" not in os.environ

@@ -18,6 +18,7 @@ from moeverify.cases.schema import Optimizer
 from moeverify.errors import CaseError
 from moeverify.stacks import deepspeed, lightning, megatron, torchtitan
 from moeverify.stacks.deepspeed_loop import DeepSpeedLoop
+from moeverify.stacks.kept_precision import KeptPrecision
 
 
 @dataclass
@@ -93,11 +94,11 @@ def test_the_clip_of_the_recipe_is_given_to_the_engine(stage: int) -> None:
     torch.testing.assert_close(coefficient, torch.tensor(0.5 / (2.0 + 1e-6)))
 
 
-def test_torchtitan_computes_in_the_precision_of_its_parameters() -> None:
+def test_conversions_that_round_do_nothing_in_wide_precision() -> None:
     rows = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
     experts = torch.randn(2, 8, 4, dtype=torch.float64)
     offsets = torch.tensor([2, 6], dtype=torch.int32)
-    with torchtitan.KeptPrecision():
+    with KeptPrecision():
         product = torch._grouped_mm(rows.bfloat16(), experts.bfloat16(), offs=offsets)
         product.float().sum().backward()
     expected = torch.cat([rows[:2] @ experts[0], rows[2:] @ experts[1]])

@@ -68,6 +68,13 @@ def test_attention_without_key_heads_is_an_error_and_does_not_end_the_process() 
         torch.nn.functional.scaled_dot_product_attention(query, key, key)
 
 
+def test_attention_may_be_called_by_keywords() -> None:
+    query = draw(1, 2, 3, 4).double()
+    with WideOperators():
+        found = torch.nn.functional.scaled_dot_product_attention(query=query, key=query, value=query)
+    assert torch.equal(found, torch.nn.functional.scaled_dot_product_attention(query, query, query))
+
+
 @pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward], ids=["method", "function"])
 def test_a_checkpointed_product_is_computed_again_in_the_backward_pass(
     backward: Callable[[Tensor], None],
