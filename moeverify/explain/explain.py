@@ -45,7 +45,7 @@ from moeverify.results.checks import Kind
 
 _VAGUE = frozenset({"inserted", "whole", "value"})
 _SAYS_LESS = {
-    "scale": _VAGUE | {"removed", "total", "share"},  # several totals add up to a multiple
+    "scale": _VAGUE | {"removed", "total", "share", "unreduced"},  # several totals add up to a multiple
     "reduction": _VAGUE | {"removed"},
     "moved": _VAGUE,
     "shared": frozenset(get_args(EditKind)),

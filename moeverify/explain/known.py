@@ -57,7 +57,7 @@ class Known:
     @property
     def is_of_mean(self) -> bool:
         """Whether this is a part of a mean. If it is replaced by the total, a sum that follows makes that right."""
-        return bool(self.over) and math.isclose(self.scale * len(self.over), 1.0)
+        return bool(self.over) and math.isclose(self.scale * len({rank for rank, _ in self.over}), 1.0)
 
 
 class KnownValues:

@@ -24,7 +24,7 @@ _LEFT = 0.05
 
 
 _OF_TOTALS = ("total", "unreduced")
-"""Kinds of edits that put the total of several ranks in the place of a part."""
+"""Kinds of edits that replace a part of a sum by the total of several ranks."""
 
 
 class Proof:
@@ -118,7 +118,7 @@ class Proof:
         return sum(self.is_repaired(each, state) for each in self._wrong)
 
     def may_be_chance(self, edit: Edit, done: Execution) -> bool:
-        """Return whether a total in the place of a part repairs a later sum of the ranks, and no wrong gradient."""
+        """Return whether a total instead of a part repairs a later sum of the ranks, and no wrong gradient."""
         known = [self._alignment.find(at) for at in edit.changes.values]
         is_of_parts = edit.kind in SUBSTITUTIONS and all(each is not None and each.over for each in known)
         if not (is_of_parts or edit.kind in _OF_TOTALS) or done.has_other_choices():

@@ -201,6 +201,14 @@ class Origin(Record):
         is_defined = self.kind == "definition" and bool(self.here) and self.there is None
         return is_defined or self.kind in (*_OF_ONE_SIDE, "extra") or self._is_of_branch
 
+    def has_factor(self, factor: float) -> bool:
+        """Return whether the line defines a number that is `factor` times the one that it defines on one device."""
+        try:
+            here, there = float(self.here or ""), float(self.there or "")
+        except ValueError:
+            return False
+        return self.kind == "definition" and there != 0.0 and math.isclose(here / there, factor, rel_tol=1e-6)
+
     @property
     def may_lead(self) -> bool:
         """Return whether the line is a branch of one side, in a function that both sides execute."""
@@ -315,6 +323,9 @@ class Culprit(Record):
         With the right value, the program of the ranks is right. Both sides execute all other lines that make it. A
         wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute.
         """
+        first = self.origins[0] if self.origins else None
+        if self.mechanism == "scale" and first is not None and first.has_factor(self.factor):
+            return first
         is_of_value = self.mechanism in _OF_VALUES and (self.there is None or self._is_made_elsewhere)
         alone = find_line_of_ranks(self.origins)
         if not (self.proved and is_of_value) or alone is None:
@@ -327,7 +338,8 @@ class Culprit(Record):
     def lone_line(self) -> Origin | None:
         """`own_line`, or the only line before the first wrong result that one device does not execute."""
         found = self.own_line or find_lone_line(self.origins)
-        return None if found is not None and found.kind == "unused" and self.names_cause else found
+        is_weak = found is not None and found.kind in ("unused", "sole")
+        return None if is_weak and self.names_cause else found
 
     @property
     def _is_made_elsewhere(self) -> bool:

@@ -74,6 +74,8 @@ def describe_lone_line(origin: Origin, *, is_proved: bool = False) -> str:
         return f"only lines before the first wrong result that ranks leave out: under {name}"
     if origin.kind == "unused":
         return f"nothing uses the result of a collective: {name}; another value of this function is used"
+    if origin.there is not None:
+        return f"first wrong number: {name}{value}, and {shorten(origin.there, LONGEST)} on one device"
     title = "first wrong line" if is_proved else "only line of ranks alone before the first wrong result"
     return f"{title}: {name}; one device does not execute it{value}"
 
