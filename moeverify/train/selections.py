@@ -110,7 +110,7 @@ class HeldSelections(TorchFunctionMode):
 
 
 def replace_choice(result: Any, values: Tensor, made: Selection) -> Any:
-    """Return the result of an operator as if it had made a choice among its values."""
+    """Return the result of an operator as if it had made a choice among its values, in the same shapes."""
     indices, dim = made.indices, made.dim
     if made.behind is not None:
         setattr(indices, _BEHIND, made.behind)
@@ -137,6 +137,7 @@ def _admit(values: Tensor, own: Selection, held: Selection, slack: float) -> Ten
     sizes = wide.abs().masked_fill(~wide.isfinite(), 0.0)
     if own.dim is None:
         return indices if bool((behind <= slack * sizes.max()).all()) else own.indices
+    # The largest number of a row is the unit: smaller ones may be differences of large ones.
     allowed = slack * sizes.amax(dim=own.dim, keepdim=True)
     if held.behind is not None:
         allowed = allowed + held.behind.to(allowed.device)

@@ -47,12 +47,12 @@ from moeverify.verification.checks.base import (
 from moeverify.verification.checks.float8 import name_layers
 from moeverify.verification.checks.float8_products import ProductTap, SampledProduct
 from moeverify.verification.checks.layer_gradients import (
-    Added,
+    LayerContribution,
     LayerInputs,
     Sample,
     is_known,
     keep_inputs,
-    list_added,
+    list_contributions,
 )
 from moeverify.verification.compare.assembled import Key
 
@@ -86,7 +86,7 @@ class GradientSumWatch(Watch[Reports]):
     def __init__(self, model: nn.Module, float8: str) -> None:
         self._step = -1
         self._handles: list[RemovableHandle] = []
-        self._added: dict[tuple[int, str], Added] = {}
+        self._added: dict[tuple[int, str], LayerContribution] = {}
         self._held: dict[tuple[int, str], tuple[tuple[int, ...], Tensor]] = {}
         self._units: dict[int, float] = {}
         self._tap: ProductTap | None = None
@@ -155,7 +155,7 @@ class GradientSumWatch(Watch[Reports]):
     def _make_adder(self, prefix: str, module: nn.Module, kept: LayerInputs) -> Any:
         @torch.no_grad()
         def add(of_outputs: Tensor) -> None:
-            for attribute, added in list_added(module, kept, local_part(of_outputs)):
+            for attribute, added in list_contributions(module, kept, local_part(of_outputs)):
                 name = logical_name(f"{prefix}.{attribute}")
                 if name not in self._by_product:
                     self._add(name, added)
@@ -164,9 +164,9 @@ class GradientSumWatch(Watch[Reports]):
 
     def _hear(self, layer: str, product: SampledProduct) -> None:
         if product.role == "grad_weight":
-            self._add(f"{layer}.weight", Added(product.expected, product.sizes, product.allowed))
+            self._add(f"{layer}.weight", LayerContribution(product.expected, product.sizes, product.allowed))
 
-    def _add(self, name: str, added: Added) -> None:
+    def _add(self, name: str, added: LayerContribution) -> None:
         known = self._added.setdefault((self._step, name), added)
         if known is not added:
             known.add(added)
@@ -237,7 +237,7 @@ def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, {}) for report in reports]
         for name in dict.fromkeys(name for each in of_step for name in each):
-            judged = _lay_beside([each.get(name) for each in of_step])
+            judged = _join_ranks([each.get(name) for each in of_step])
             if judged is None:
                 continue
             key = (step, Kind.GRADIENT, name)
@@ -263,7 +263,7 @@ def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     return CheckOutcome(result, tuple(findings), limits)
 
 
-def _lay_beside(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | None:
+def _join_ranks(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | None:
     """Return the held elements of a gradient and the contributions to them; None if no rank holds any."""
     known = [each for each in of_ranks if each is not None]
     num_ranks = len(of_ranks)

@@ -87,6 +87,7 @@ def hold(local: Tensor, region: Region) -> Held:
     """Return the sampled elements of a rank's shard of a gradient."""
     stride = find_stride(torch.Size(region.shape).numel())
     index = region.flat_index(device=local.device).reshape(-1)
+    # The elements that `_sample` takes of a whole gradient.
     chosen = index % stride == 0
     values = local.detach().reshape(-1)[chosen]
     return Held((index[chosen] // stride).cpu(), values.to("cpu", torch.float64))
@@ -204,6 +205,7 @@ def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, ContributionSamp
             wide = each.wide[held.places]
             if bool(wide.any()):
                 ratios.append(float(held.values @ wide / (wide @ wide)))
+    # The median leaves out gradients that are wrong for another reason.
     middle = statistics.median(ratios) if ratios else 1.0
     for number in range(1, len(of_ranks) + 1):
         for scale in (float(number), 1.0 / number):
@@ -216,6 +218,7 @@ def _compare(of_ranks: Sequence[StepSums], name: str, sums: ContributionSamples)
     """Return a gradient beside its sum, which is not zero."""
     norm = float(sums.wide.norm())
     errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
+    # Several ranks may hold an element: the mean of their squared errors counts.
     count, total = torch.zeros_like(sums.wide), torch.zeros_like(sums.wide)
     for held in (part for each in of_ranks for part in each.held.get(name, ())):
         count[held.places] += 1.0

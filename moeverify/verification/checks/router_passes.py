@@ -107,7 +107,10 @@ def find_lengths(recipe: Recipe, step: int) -> Tensor:
 
 
 def list_scopes(moe: MoE, lengths: Tensor) -> dict[int, float]:
-    """Return the valid tokens of each scope of the balance loss: each row, or key 0 for the whole batch."""
+    """Return the valid tokens of each scope of the balance loss: each row, or key 0 for the whole batch.
+
+    Shape: lengths (B).
+    """
     return dict(enumerate(lengths.tolist())) if moe.balance_scope == "sequence" else {0: float(lengths.sum())}
 
 
