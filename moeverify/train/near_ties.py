@@ -49,7 +49,7 @@ _AT_ONCE = 1024
 """Rows that are searched together."""
 
 _NEIGHBORS = 4
-"""Rows before and after a row that tell which of several like rows of the golden it is."""
+"""Number of rows before and after a row that distinguish similar rows of the golden."""
 
 
 class _KnownRows(NamedTuple):
@@ -64,7 +64,7 @@ class _KnownRows(NamedTuple):
 
 
 class NearTies(PassMode):
-    """A context around passes of a model, in which choices near a tie are repeated, or kept without `golden`.
+    """A context around passes of a model: repeats the golden's choices near a tie; without `golden` keeps them.
 
     One object serves all steps: torch compiles functions again under another one.
     """
@@ -93,7 +93,7 @@ class NearTies(PassMode):
 
     def finish(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Keep the choice of an operator, or replace it."""
-        made = None if _is_fixed() else read_selection(func, args, kwargs, result)
+        made = None if _is_captured() else read_selection(func, args, kwargs, result)
         values: Any = args[0] if args else kwargs.get("input")
         if made is None or not _has_rows(values, made):
             return result
@@ -168,7 +168,7 @@ class NearTies(PassMode):
         return self._known[name]
 
 
-def _is_fixed() -> bool:
+def _is_captured() -> bool:
     """Return whether a compiler or a CUDA graph records the operators, so that no value may be read."""
     if torch.compiler.is_compiling():
         return True

@@ -1,8 +1,8 @@
-"""Choices that a module makes among its numbers, recorded on a rank and held in one device's module.
+"""Choices of operators such as `topk`: recorded on a rank, and repeated when one device runs the same module.
 
-An operator such as `topk` returns indices of a float tensor. Rounding changes the indices at a near tie, and with
-them everything that follows. One device's module therefore takes the indices that a rank has chosen, if they are
-those of its own numbers up to rounding. A choice beyond rounding is not held, so its effect is seen.
+Such an operator returns indices of a float tensor. At a near tie, rounding changes the indices and everything that
+follows. One device therefore takes the indices of the rank if its own numbers there are equal up to rounding. It
+ignores any other choice of the rank, so that the effect of a wrong choice is seen.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class HeldSelections(TorchFunctionMode):
             self._left = []
             return result
         values = args[0] if args else kwargs["input"]
-        indices = _admit(values, own, held, _ROUNDINGS * self._unit)
+        indices = _choose_within_rounding(values, own, held, _ROUNDINGS * self._unit)
         return replace_choice(result, values, replace(own, indices=indices))
 
 
@@ -129,8 +129,8 @@ def _take(values: Tensor, indices: Tensor, dim: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def _admit(values: Tensor, own: Selection, held: Selection, slack: float) -> Tensor:
-    """Return the held indices of the rows in which they choose the operator's own numbers up to `slack`."""
+def _choose_within_rounding(values: Tensor, own: Selection, held: Selection, slack: float) -> Tensor:
+    """Return the held indices, in rows where their numbers equal the operator's own choice up to `slack`."""
     wide = values.detach().to(torch.float64)
     indices = held.indices.to(own.indices.device)
     behind = (_take(wide, own.indices, own.dim) - _take(wide, indices, own.dim)).abs().nan_to_num(torch.inf)
