@@ -27,29 +27,25 @@ from moeverify.train.pass_mode import PassMode
 from moeverify.train.program import NearTieCounts, ReadableState, compute_dtype_of
 from moeverify.train.selections import Selection, read_selection, replace_choice
 
+# Units of rounding, relative to its largest number, by which a row may be off the same row of the golden.
+# Rounding accumulates from layer to layer. In bfloat16 it is 12.5 %; after two layers 8 % have been seen.
 _LIMIT = 16.0
-"""Units of rounding, relative to its largest number, by which a row may be off the same row of the golden.
 
-Rounding accumulates from layer to layer. In bfloat16 it is 12.5 %; after two layers 8 % have been seen.
-"""
-
+# Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64.
 _MOST_ELEMENTS = 1 << 22
-"""Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64."""
 
+# Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
+# Logits of a vocabulary are not routed by, and would take gigabytes.
 _MOST_VALUES = 1 << 23
-"""Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
 
-Logits of a vocabulary are not routed by, and would take gigabytes.
-"""
-
+# Maximum number of values that a search compares, about a second on one core; beyond it a choice stays.
 _MOST_COMPARED = 1 << 30
-"""Maximum number of values that a search compares, about a second on one core; beyond it a choice stays."""
 
+# Rows that are searched together.
 _AT_ONCE = 1024
-"""Rows that are searched together."""
 
+# Number of rows before and after a row that distinguish similar rows of the golden.
 _NEIGHBORS = 4
-"""Number of rows before and after a row that distinguish similar rows of the golden."""
 
 
 class _KnownRows(NamedTuple):

@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+# Operators that choose elements of their first argument, with the position of the argument `dim`.
 _PLACE_OF_DIM = {"topk": 2, "kthvalue": 2} | dict.fromkeys(
     ("sort", "argsort", "argmax", "argmin", "max", "min", "median"), 1
 )
-"""Operators that choose elements of their first argument, with the position of the argument `dim`."""
 
+# Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind.
 _ROUNDINGS = 4.0
-"""Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind."""
 
+# Attribute of the indices of a choice that was replaced: by how much its numbers may be behind, in each row.
 _BEHIND = "moeverify_behind"
-"""Attribute of the indices of a choice that was replaced: by how much its numbers may be behind, in each row."""
 
 
 @dataclass(frozen=True)

@@ -21,18 +21,16 @@ from moeverify.results.facts import Float8Facts
 MOST_ROWS, MOST_COLUMNS = 8, 64
 """Maximum number of evenly spaced rows and columns recomputed per product; for an operand, only rows."""
 
+# Truncation of an addend in a kernel, relative to the largest value added at once, or to the sum so far.
+# Hopper tensor cores align addends to the largest one and keep 13 bits below its leading bit (section 3.3.2 of
+# arXiv 2412.19437). Later ones keep more.
 _UNIT = 2.0**-13
-"""Truncation of an addend in a kernel, relative to the largest value added at once, or to the sum so far.
 
-Hopper tensor cores align addends to the largest one and keep 13 bits below its leading bit (section 3.3.2
-of arXiv 2412.19437). Later ones keep more.
-"""
-
+# Deviations of a normal variable that are exceeded once in 5e8 elements.
 _DEVIATIONS = 6.0
-"""Deviations of a normal variable that are exceeded once in 5e8 elements."""
 
+# Number of parts of equal length after which partial sums are examined.
 _PARTS = 16
-"""Number of parts of equal length after which partial sums are examined."""
 
 _PRODUCT = torch.ops.aten.mm.default
 

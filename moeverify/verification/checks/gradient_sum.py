@@ -243,6 +243,7 @@ def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
             key = (step, Kind.GRADIENT, name)
             limits[key] = judged.limit
             ratio, at = (float(each) for each in judged.ratio.max(dim=0))
+            # Errors and bounds are relative to the root mean square of the elements.
             scale = float(judged.expected.square().mean().sqrt()) or 1.0
             error, bound = (
                 float(each[int(at)]) / scale
@@ -270,10 +271,12 @@ def _join_ranks(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | No
     if not any(each.places for each in known):
         return None
     zero = torch.zeros_like(known[0].values)
+    # Gradients are means over all ranks, so a contribution counts 1 / num_ranks.
     parts = torch.stack([zero if each is None else each.values for each in of_ranks], dim=1) / num_ranks
     sizes = torch.stack([each.sizes for each in known]).sum(dim=0) / num_ranks
     unit, count = max(each.unit for each in known), max(each.count for each in known)
     allowed = torch.stack([each.allowed for each in known]).sum(dim=0) / num_ranks
+    # One rounding for each pass and each rank that is added, and some for divisors.
     allowed = allowed + unit * (count + num_ranks + _ROUNDINGS) * sizes
     held = [(rank, each) for rank, each in enumerate(of_ranks) if each is not None]
     places = torch.tensor([place for _, each in held for place in each.places], dtype=torch.int64)
@@ -313,6 +316,7 @@ def _list_coefficients(judged: _JudgedSum) -> Iterator[Tensor]:
     squares = float(judged.expected.square().sum())
     if squares > 0.0:
         yield torch.full((num_ranks,), float(judged.actual @ judged.expected) / squares, dtype=torch.float64)
+    # Contributions that depend on each other have no unique coefficients.
     gram = judged.parts.T @ judged.parts
     if float(torch.linalg.eigvalsh(gram)[0]) > _FITTED * float(gram.diagonal().max()):
         yield torch.linalg.solve(gram, judged.parts.T @ judged.actual)

@@ -21,8 +21,8 @@ from moeverify.verification.checks.step_rounding import OWN, DtypeRounding, Inex
 from moeverify.verification.compare.assembled import Key
 from moeverify.verification.compare.difference import find_worst
 
+# Maximum number of elements measured together: 16 MiB per float64 vector. A single result may exceed it.
 _TOGETHER = 1 << 21
-"""Maximum number of elements measured together: 16 MiB per float64 vector. A single result may exceed it."""
 
 _SUMS = 1e-12  # relative error of sums of squares, and of differences between them
 

@@ -30,8 +30,8 @@ _SMALL, _BUFFER_SIZE = 1 << 9, 1 << 15
 
 
 _Each = TypeVar("_Each")
+# Number of elements, dtype, device, and further properties that tensors must share to be copied together.
 _Like = tuple[int, torch.dtype, torch.device, object]
-"""Number of elements, dtype, device, and further properties that tensors must share to be copied together."""
 
 
 class Differences:

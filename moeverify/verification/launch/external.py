@@ -44,13 +44,13 @@ _POLL = 0.05
 _PER_SECOND = 1000  # the store counts whole numbers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+# Name of the job in which ranks of this launcher were lost, if any. No further job runs in this process.
 _LOST_IN: list[str] = []
-"""Name of the job in which ranks of this launcher were lost, if any. No further job runs in this process."""
 
 OnEvent = Callable[[LaunchEvent], None]
 
+# Stores kept until the process ends: a peer may have reconnected to the server behind one.
 _STORES: list[Any] = []
-"""Stores kept until the process ends: a peer may have reconnected to the server behind one."""
 
 
 def serve_external(
