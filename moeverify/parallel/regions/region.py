@@ -109,7 +109,10 @@ class Region:
         whole[grid] = local.to(whole.dtype)
 
     def flat_index(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the row-major global index of every element. Shape: `local_shape`, int64."""
+        """Return the row-major global index of every element. Shape: `local_shape`, int64.
+
+        Example: `Region.box((4, 3), [range(2, 4), range(1, 3)])` has [[7, 8], [10, 11]].
+        """
         if self.flat is not None:
             return torch.arange(self.flat.start, self.flat.stop, device=device)
         total = torch.zeros((), dtype=torch.int64, device=device)

@@ -115,6 +115,6 @@ def list_scopes(moe: MoE, lengths: Tensor) -> dict[int, float]:
 
 
 def count_times(num_seen: float, num_valid: float) -> float | None:
-    """Return how often each valid token was seen; None if not an integer of at least 1."""
+    """Return how often each valid token was seen: `count_times(12, 4)` is 3; None if not an integer of at least 1."""
     times = num_seen / num_valid
     return times if times >= 1.0 and times == round(times) else None

@@ -51,7 +51,7 @@ class Differences:
         self.add_all([(expected, actual)])
 
     def add_all(self, pairs: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        """Add pairs as `add` does; consecutive pairs of the same small size need only a few calls."""
+        """Add pairs, and raise errors, as `add` does; consecutive pairs of the same small size need a few calls."""
         for some in _divide(pairs, _describe_pair):
             expected, actual = some[0]
             if expected is not None and expected.shape != actual.shape:

@@ -155,7 +155,10 @@ class _Session:
         self._not_counted = 0.0  # time that the clock had not counted when the job began
 
     def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
-        """Run all jobs in a thread and yield their outcomes as they arrive."""
+        """Run all jobs in a thread and yield their outcomes as they arrive.
+
+        Raises: the error that ended the thread, if one did.
+        """
         thread = threading.Thread(target=self._serve, args=(run_job,), name="moeverify-jobs", daemon=True)
         thread.start()
         while (news := self._news.get()) is not None:
