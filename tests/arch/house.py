@@ -209,7 +209,8 @@ class House:
 
     def _list_imports(self, source: Source) -> list[Import]:
         found = list(self._find(source, source.tree.body, lazy=False))
-        for node in ast.walk(source.tree):
+        by_name = "import_module" in source.text or "__import__" in source.text
+        for node in ast.walk(source.tree) if by_name else ():
             if _calls(node, "import_module") or _calls(node, "__import__"):
                 first = node.args[0] if isinstance(node, ast.Call) and node.args else None
                 if isinstance(first, ast.Constant) and str(first.value) in self.sources:
