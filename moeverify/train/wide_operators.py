@@ -22,10 +22,7 @@ class WideOperators(PassMode):
     """A context of forward and backward passes in which torch's grouped product accepts float64."""
 
     def substitute(self, func: Any, args: Sequence[Any]) -> Callable[..., Any]:
-        """Return the operator or its float64 replacement.
-
-        Raises: RuntimeError for attention without key heads.
-        """
+        """Return the operator or its float64 replacement."""
         if func is scaled_dot_product_attention and args[1].ndim > 2 and not args[1].shape[-3]:
             # torch 2.11 divides by the number of heads on CPUs: with no heads the process dies of SIGFPE.
             raise RuntimeError("attention without key heads")
