@@ -37,8 +37,8 @@ verify-bf16: $(VENV)/installed try-megablocks ## Verify all cases in bfloat16, a
 test: $(VENV)/installed-test try-megablocks ## Run the tests, and some of the cases as tests
 	$(BIN)/python -m pytest $(TESTS) $(TEST_OPTIONS) -n $(WORKERS) --dist loadfile --durations 12
 
-test-fast: $(VENV)/installed-test ## Run the tests that start no processes: about a minute
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'
+test-fast: $(VENV)/installed-test ## Run the short tests that start no processes: about a minute
+	$(BIN)/python -m pytest tests --ignore=tests/arch -n 2 --dist loadfile -m 'not ranks and not slow and not gpu'
 
 lint: $(VENV)/installed-lint ## Check style, spelling, types, the rules of the house, and links of the docs
 	$(BIN)/ruff check .

@@ -64,12 +64,16 @@ class Job:
 
 @dataclass
 class Runner:
-    """Runner of jobs in a folder. `deadline` is the end of all of them, in `time.monotonic` seconds."""
+    """Runner of jobs in a folder. `deadline` is the end of all of them, in `time.monotonic` seconds.
+
+    `search` limits the search for the first wrong operation of a case, in seconds; None keeps the default.
+    """
 
     out: Path
     timeout: float
     deadline: float
     escalate: bool = True
+    search: float | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, job: Job) -> None:
@@ -118,6 +122,8 @@ class Runner:
             command += ["--keep", str(self._work(job, "keep"))]
             if not self.escalate:
                 command += ["--no-escalate"]
+            if self.search is not None:
+                command += ["--explain-seconds", f"{self.search:g}"]
         if job.precision != "float64":
             command += ["--set", f"recipe.precision={job.precision}"]
         if job.plants[0].fault:
@@ -417,11 +423,15 @@ def main() -> int:
     parser.add_argument("--total", type=float, default=1e6, help="seconds that all may take")
     parser.add_argument("--together", type=int, default=12, help="most cases in one command")
     parser.add_argument("--no-escalate", dest="escalate", action="store_false")
+    parser.add_argument("--explain-seconds", type=float, metavar="S", help="as of `moeverify run`")
     parser.add_argument("--folded", action="store_true", help="run plants without their switches (fold.py)")
     parser.add_argument("--list", action="store_true", help="only list the plants")
     options = parser.parse_args()
-    plants = choose(load_plants(options.stack), options.only, clean=options.clean, group=options.group or "")
-    plants = plants if options.cases is None else list(map(read_case, options.cases))
+    plants = (
+        list(map(read_case, options.cases))
+        if options.cases is not None
+        else choose(load_plants(options.stack), options.only, clean=options.clean, group=options.group or "")
+    )
     if options.every:
         plants = [changed for plant in plants if (changed := adapt(plant, options.precision))]
     else:
@@ -438,7 +448,9 @@ def main() -> int:
     for folder in ("work", "goldens", "cache", "results"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     copy_recipes(plants, out)
-    runner = Runner(out, options.timeout, time.monotonic() + options.total, options.escalate)
+    runner = Runner(
+        out, options.timeout, time.monotonic() + options.total, options.escalate, options.explain_seconds
+    )
     left = [plant for plant in plants if options.again or not runner.has(plant, options.precision)]
     for plant in left:
         result_path(out, plant, options.precision).unlink(missing_ok=True)

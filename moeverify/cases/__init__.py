@@ -1,1 +1,1 @@
-"""Cases as written by users: schema, loading with line numbers, and overrides. Does not import torch."""
+"""Cases as users write them: schema, loading with line numbers, overrides. No torch."""

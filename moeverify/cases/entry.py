@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Scalar = str | int | float | bool | None
 Content = Scalar | dict[str, "Entry"] | list["Entry"]
+
+# Paths of fields in a message, such as `layout.tp`.
+_FIELD = re.compile(r"(?<![\w./-])(?:recipe|layout|checks)(?:\.\w+)*(?![\w/-])")
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,14 @@ class Entry:
             if index and isinstance(items, list) and int(index.rstrip("]")) < len(items):
                 entry = items[int(index.rstrip("]"))]
         return entry.place
+
+    def find_line(self, text: str = "") -> int:
+        """Return the line of the first field of this case that `text` names, else of `layout:`."""
+        named = [found[0].split(".") for found in _FIELD.finditer(text)]
+        for field in [*named, ["layout"], ["recipe"]]:
+            if field[0] in self.fields:
+                return self.locate(field).line or 1
+        return 1
 
 
 def build_entry(value: Any, place: FileLine) -> Entry:

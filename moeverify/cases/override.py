@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moeverify.cases.document import Report, parse_text
@@ -64,3 +64,8 @@ def _find_remedy(dotted: str, known: list[str]) -> str:
     if nearest is not None:
         return f"did you mean `{section}{dot}{nearest}`?"
     return f"choose from {enumerate_names(siblings)}" if siblings else suggest(dotted, known)
+
+
+def label_values(values: Mapping[str, str]) -> str:
+    """Return a suffix for the name of a case with these values by path; sections are left out: `ep=2 tp=1`."""
+    return " ".join(f"{path.rpartition('.')[2]}={value}" for path, value in values.items())

@@ -57,8 +57,8 @@ EXAMPLES: Mapping[str, str] = {
 """One command line for the `--help` of each command."""
 
 
+# The commands without `--json`.
 _TEXTS = ("explain", "schema", "serve", "skill", "watch")
-"""The commands without `--json`."""
 
 
 class _Sections(TyperGroup):

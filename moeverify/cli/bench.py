@@ -30,7 +30,7 @@ _Sweep = Annotated[
     ),
 ]
 _Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="Steps that are measured.")]
-_Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps before those.")]
+_Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps before the measured ones.")]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,9 @@ def bisect(
         ),
     ],
     *,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, max=64, help="Verify so many commits at a time.")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, max=64, help="Verify this many commits at a time.")
+    ] = 1,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result.")] = False,
 ) -> None:
     """Find the commit since which a case fails: `moeverify bisect v1..HEAD -- verify/tp.yaml`.

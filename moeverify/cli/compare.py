@@ -28,7 +28,7 @@ def compare(
     outputs: Outputs,
     noise: Annotated[
         Path | None,
-        typer.Option("--noise", metavar="RUN", help="RUN_A again with --nudge: how far rounding moves it."),
+        typer.Option("--noise", metavar="RUN", help="A second RUN_A with --nudge: it measures rounding."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep everything for report and diff.")

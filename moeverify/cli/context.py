@@ -30,12 +30,12 @@ READER_GONE = 141  # the code that a shell reports for a process ended by SIGPIP
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
+# The signals that end a command, with the handlers that Python starts with.
 _DEFAULTS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""The signals that end a command, with the handlers that Python starts with."""
 
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # torchrun, srun
 

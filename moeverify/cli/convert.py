@@ -44,12 +44,12 @@ def convert(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", metavar="FILE", help="The same, as a config.json of Hugging Face."),
+        typer.Option("--config", metavar="FILE", help="The model as a config.json of Hugging Face."),
     ] = None,
     drop: Annotated[list[str] | None, typer.Option("--drop", metavar="PATTERN", help=_DROP_HELP)] = None,
     shard_size: Annotated[
         float,
-        typer.Option("--shard-size", min=0.0, metavar="GB", help="The most that a safetensors file holds."),
+        typer.Option("--shard-size", min=0.0, metavar="GB", help="Largest size of a safetensors file."),
     ] = 5.0,
     quiet: Quiet = False,
 ) -> None:

@@ -16,7 +16,7 @@ def diff(
     after: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another one.")],
     factor: Annotated[
         float,
-        typer.Option("--factor", min=1.0, help="Tell errors and bounds that changed by more than this."),
+        typer.Option("--factor", min=1.0, help="List errors and bounds that changed by a larger factor."),
     ] = 10.0,
 ) -> None:
     """List the changes from one run to another.

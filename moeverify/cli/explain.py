@@ -25,9 +25,7 @@ def explain(
     json_brief: JsonBrief = False,
     bound: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Show where the bounds of tensors come from: words of their `check: tensor`."
-        ),
+        typer.Option(metavar="NAME", help="Show the sources of bounds; NAME has words of `check: tensor`."),
     ] = None,
 ) -> None:
     """Show the evidence behind a finding: coefficients, residuals, and every test that was tried.

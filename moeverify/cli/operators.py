@@ -34,7 +34,9 @@ def operators(
     case: Annotated[
         str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, if several failed.")
     ] = None,
-    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="The page.")] = Path("operators.html"),
+    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="Write one HTML page.")] = Path(
+        "operators.html"
+    ),
 ) -> None:
     """List the operators of a step on both sides, each with its counterpart and its error.
 

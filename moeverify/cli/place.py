@@ -23,7 +23,7 @@ _Ranks = Annotated[
 _Slots = Annotated[
     int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
 ]
-_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are on, in order.")]
+_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes; ranks fill them in order.")]
 _Current = Annotated[
     Path | None,
     typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
@@ -34,11 +34,11 @@ _MaxMoves = Annotated[
         "--max-moves",
         min=0,
         metavar="N",
-        help="Send as few experts as 95 % of the gain takes, and at most N.",
+        help="Send at most N experts: the fewest with 95 % of the gain.",
     ),
 ]
 _Last = Annotated[
-    int | None, typer.Option("--last", min=1, metavar="N", help="Use the last N steps of the trace alone.")
+    int | None, typer.Option("--last", min=1, metavar="N", help="Use only the last N steps of the trace.")
 ]
 _Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")

@@ -16,7 +16,7 @@ def schema(
     ] = False,
     results: Annotated[
         bool,
-        typer.Option("--results", help="Print that of the files of --json and of --json-brief instead."),
+        typer.Option("--results", help="Print the schema of --json and --json-brief instead."),
     ] = False,
 ) -> None:
     """Print the JSON schema of a case file.

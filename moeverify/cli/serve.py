@@ -14,7 +14,7 @@ def serve(
     idle: Annotated[
         float,
         typer.Option(
-            "--idle", metavar="SECONDS", min=1, max=86400, help="End after so long without a launch."
+            "--idle", metavar="SECONDS", min=1, max=86400, help="End after this time without a launch."
         ),
     ] = 900.0,
     device: DeviceOption = Device.auto,

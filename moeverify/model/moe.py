@@ -5,6 +5,7 @@ Letters: B rows, S tokens, H hidden, k choices.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 from torch import Tensor, nn
@@ -80,3 +81,10 @@ def build_moe(hidden: int, spec: MoESpec, *, mlp_bias: bool, backend: str, facto
         if block is None
         else block
     )
+
+
+def list_moe_layers(model: nn.Module) -> Iterator[MoELayer]:
+    """Yield the MoE blocks of a model, in the order of its modules."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            yield module

@@ -143,7 +143,9 @@ class Transformer(nn.Module):
         Floating-point `tokens` are the hidden states (B, S, H) from the previous stage. Without
         `positions`, each row counts from 0. Without `valid`, every token counts in the routers' sums.
 
-        Shapes: tokens, positions (B, S) int64, valid (B, S) bool.
+        Shapes: tokens, positions (B, S) int64, valid (B, S) bool; logits (B, S, V).
+
+        Raises: TypeError when a stage without embedding gets token ids.
         """
         if tokens.is_floating_point():
             x = tokens

@@ -129,7 +129,7 @@ class Exchange:
         self._rows: Tensor | None = _Start.apply(x, self)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Tensor:
-        """Return the received rows. On a GPU the device waits for them; the host does not."""
+        """Return the received rows (sum(receive), ...). On a GPU the device waits for them; the host does not."""
         rows: Tensor = _Finish.apply(self._rows, self)  # type: ignore[no-untyped-call]
         # The autograd graph refers to this exchange, and the rows refer to the graph. This reference cycle
         # would keep everything before the rows alive until Python's next garbage collection, possibly many
@@ -146,7 +146,7 @@ class Exchange:
         return rows
 
     def wait(self) -> Tensor:
-        """Wait for the exchange and return the received rows."""
+        """Wait for the exchange and return the received rows (sum(receive), ...)."""
         assert self._under_way is not None
         rows, _, work = self._under_way
         work.wait()

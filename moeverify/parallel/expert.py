@@ -17,7 +17,7 @@ Source: GShard (arXiv 2006.16668); dropless as in MegaBlocks (arXiv 2211.15841).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from moeverify.model.dispatcher import (
     unpermute,
 )
 from moeverify.model.experts import DividesExperts, Experts
-from moeverify.model.moe import MoELayer
+from moeverify.model.moe import list_moe_layers
 from moeverify.parallel.collectives import Exchange, check_contiguous, exchange_rows
 from moeverify.parallel.replica_routes import EqualBlocks, ReplicaRoutes
 from moeverify.seams import seam
@@ -160,7 +160,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh, make_dispatcher: M
     axes = mesh.mesh_dim_names or ()
     for block in [module for module in model.modules() if isinstance(module, DividesExperts)]:
         _divide_by_package(block, mesh["ep"])
-    for moe in _moes(model):
+    for moe in list_moe_layers(model):
         _shard_parameters(moe.experts, mesh)
         moe.experts.view = local_view
         if "etp" in axes:
@@ -179,12 +179,6 @@ def _divide_by_package(block: DividesExperts, mesh: DeviceMesh) -> None:
 def local_view(parameter: Tensor) -> Tensor:
     """Return the local tensor of a DTensor parameter, differentiably; return other tensors unchanged."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _moes(model: nn.Module) -> Iterator[MoELayer]:
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            yield module
 
 
 def _shard_parameters(experts: Experts, mesh: DeviceMesh) -> None:

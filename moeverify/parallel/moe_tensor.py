@@ -10,7 +10,6 @@ Notation: B rows, S positions of this cp rank, H hidden, n ranks of tp.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from moeverify.model.dispatcher import Dispatcher, ExpertFunction
-from moeverify.model.moe import MoELayer
+from moeverify.model.moe import list_moe_layers
 from moeverify.model.router import RouterStats
 from moeverify.parallel.collectives import (
     all_gather_sum,
@@ -44,7 +43,7 @@ def apply_expert_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
     on all ranks.
     """
     group = mesh.get_group()
-    for moe in _moes(model):
+    for moe in list_moe_layers(model):
         moe.dispatcher = SlicedDispatcher(moe.dispatcher, group)
         if moe.shared is not None:
             parallelize_mlp(moe.shared, mesh, Replicate())
@@ -74,7 +73,7 @@ def apply_token_slices(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel:
 
     # The shared expert is dense: it stays sharded over tp and gathers the slices of positions itself.
     stream: Placement = Shard(1)
-    for moe in _moes(model):
+    for moe in list_moe_layers(model):
         if moe.shared is not None:
             parallelize_mlp(moe.shared, mesh, stream)
         moe.register_forward_pre_hook(before)
@@ -86,7 +85,7 @@ def apply_gathered_slices(model: nn.Module, group: ProcessGroup) -> None:
 
     Call it after the experts have been sharded.
     """
-    for moe in _moes(model):
+    for moe in list_moe_layers(model):
         moe.dispatcher = GatheringDispatcher(moe.dispatcher, group)
 
 
@@ -148,7 +147,7 @@ def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
     and experts that are not spread over ep or etp. Without it these are the expert biases.
     """
     found: list[Tensor] = []
-    for moe in _moes(model):
+    for moe in list_moe_layers(model):
         if tokens:
             found += list(moe.router.parameters())
             found += list(moe.shared_gate.parameters()) if moe.shared_gate is not None else []
@@ -161,7 +160,7 @@ def partial_parameters(model: nn.Module, *, tokens: bool) -> list[Tensor]:
 
 def partial_biases(model: nn.Module) -> list[Tensor]:
     """Return the expert biases whose gradient must be summed over etp; it is zero on all ranks but one."""
-    biases = [moe.experts.down_bias for moe in _moes(model)]
+    biases = [moe.experts.down_bias for moe in list_moe_layers(model)]
     return [bias for bias in biases if bias is not None]
 
 
@@ -172,9 +171,3 @@ def _complete(stats: RouterStats, group: ProcessGroup) -> RouterStats:
         sum_over(stats.counts, group),
         reduce_from(stats.z_sum, group),
     )
-
-
-def _moes(model: nn.Module) -> Iterator[MoELayer]:
-    for module in model.modules():
-        if isinstance(module, MoELayer):
-            yield module

@@ -12,7 +12,6 @@ import pytest
 
 from moeverify.cases.document import read_document
 from moeverify.cases.entry import Entry
-from moeverify.cases.lines import find_line
 from moeverify.cases.schema import Case
 from moeverify.errors import CaseError, MoeverifyError
 from moeverify.pytest_plugin.session import CaseSession
@@ -92,7 +91,7 @@ class CaseItem(pytest.Item):
 
     def find_line(self, text: str) -> int:
         """Return the line of the first field of this file that the text mentions, else of `layout:`."""
-        return find_line(self._tree, text)
+        return self._tree.find_line(text)
 
     def _render(self, result: CaseResult) -> str:
         command = CaseSession.of(self.config).command

@@ -1,1 +1,1 @@
-"""Rendering of verdicts as text, JSON, JUnit XML and HTML; imports no torch."""
+"""Rendering of verdicts as text, JSON, JUnit XML and HTML. No torch."""

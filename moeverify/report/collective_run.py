@@ -66,8 +66,8 @@ def _print_all(console: Console, *lines: str) -> None:
         print_lines(console, Text(line))
 
 
+# Input parts, sizes sent, sizes received, expected output parts, and the elements that were received.
 _Row = tuple[Parts, Sequence[int], Sequence[int], Parts, Sequence[float]]
-"""Input parts, sizes sent, sizes received, expected output parts, and the elements that were received."""
 
 
 def _print_rows(console: Console, run: CollectiveRun, headers: Sequence[str], rows: Sequence[_Row]) -> None:

@@ -15,8 +15,8 @@ from moeverify.report.sanitize import clean
 from moeverify.report.words.cause import describe_cause, describe_where
 from moeverify.results.benchmark_rows import CleanRow, FaultRow, lower_bound, upper_bound
 
+# Column: detected without a wider precision. Shown only if some fault needed a wider one.
 _OWN = "in its precision"
-"""Column: detected without a wider precision. Shown only if some fault needed a wider one."""
 _MARKS = {True: "yes", False: "NO"}
 
 

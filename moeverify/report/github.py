@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from moeverify.cases.document import read_document
-from moeverify.cases.lines import find_line
 from moeverify.errors import Problem
 from moeverify.report.failure import describe_failure, name_failure
 from moeverify.report.numbers import format_count
@@ -26,7 +25,7 @@ def annotate_run(run: RunResult, root: Path | None = None) -> Iterator[str]:
             lines.append(f"and {format_count(len(failed) - _MOST, 'more case')} failed")
         # No line is known if the file is gone, or if the case did not come from a file.
         tree = read_document(Path(case.file), lambda problem: None) if case.file else None
-        line = find_line(tree, case.reason) if tree is not None else None
+        line = tree.find_line(case.reason) if tree is not None else None
         yield _format("\n".join(lines), f"moeverify: {case.name} {case.verdict}", case.file, line, root)
     for case in [case for case in run.cases if case.verdict == "undecided"][: max(0, _MOST - len(failed))]:
         level = "warning" if run.allows_undecided else "error"

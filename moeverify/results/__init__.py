@@ -1,1 +1,1 @@
-"""Results of a run as plain data: verdicts, findings, causes and measurements. Imports no torch."""
+"""Results of a run as plain data: verdicts, findings, causes and measurements. No torch."""

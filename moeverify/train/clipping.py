@@ -27,7 +27,7 @@ class GradientSource(Protocol):
     """An object that provides gradients, such as `moeverify.train.engine.Engine`."""
 
     def gradient(self, shard: LocalShard) -> Tensor | None:
-        """Return the finished gradient of a parameter in its local storage format, or None."""
+        """Return the finished gradient of a parameter in the shape in which this rank stores it, or None."""
 
 
 @seam

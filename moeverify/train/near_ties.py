@@ -27,29 +27,25 @@ from moeverify.train.pass_mode import PassMode
 from moeverify.train.program import NearTieCounts, ReadableState, compute_dtype_of
 from moeverify.train.selections import Selection, read_selection, replace_choice
 
+# Units of rounding, relative to its largest number, by which a row may be off the same row of the golden.
+# Rounding accumulates from layer to layer. In bfloat16 it is 12.5 %; after two layers 8 % have been seen.
 _LIMIT = 16.0
-"""Units of rounding, relative to its largest number, by which a row may be off the same row of the golden.
 
-Rounding accumulates from layer to layer. In bfloat16 it is 12.5 %; after two layers 8 % have been seen.
-"""
-
+# Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64.
 _MOST_ELEMENTS = 1 << 22
-"""Maximum number of values in the rows that a golden keeps of a step: 32 MiB in float64."""
 
+# Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
+# Logits of a vocabulary are not routed by, and would take gigabytes.
 _MOST_VALUES = 1 << 23
-"""Maximum number of values among which choices are followed: 131,072 tokens of 64 experts, in float64 64 MiB.
 
-Logits of a vocabulary are not routed by, and would take gigabytes.
-"""
-
+# Maximum number of values that a search compares, about a second on one core; beyond it a choice stays.
 _MOST_COMPARED = 1 << 30
-"""Maximum number of values that a search compares, about a second on one core; beyond it a choice stays."""
 
+# Rows that are searched together.
 _AT_ONCE = 1024
-"""Rows that are searched together."""
 
+# Number of rows before and after a row that distinguish similar rows of the golden.
 _NEIGHBORS = 4
-"""Rows before and after a row that tell which of several like rows of the golden it is."""
 
 
 class _KnownRows(NamedTuple):
@@ -64,7 +60,7 @@ class _KnownRows(NamedTuple):
 
 
 class NearTies(PassMode):
-    """A context around passes of a model, in which choices near a tie are repeated, or kept without `golden`.
+    """A context around passes of a model: repeats the golden's choices near a tie; without `golden` keeps them.
 
     One object serves all steps: torch compiles functions again under another one.
     """
@@ -93,7 +89,7 @@ class NearTies(PassMode):
 
     def finish(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Keep the choice of an operator, or replace it."""
-        made = None if _is_fixed() else read_selection(func, args, kwargs, result)
+        made = None if _is_captured() else read_selection(func, args, kwargs, result)
         values: Any = args[0] if args else kwargs.get("input")
         if made is None or not _has_rows(values, made):
             return result
@@ -130,11 +126,13 @@ class NearTies(PassMode):
         near = _is_near(rows, chosen, 2 * _LIMIT * self._unit).nonzero().squeeze(1)
         if not len(near) or len(near) * known.rows.numel() > _MOST_COMPARED:
             return None
+        # Masked scores are often -inf: they must not decide a distance.
         own, made_near = rows[near].nan_to_num(0.0, 0.0, 0.0), chosen[near]
         sizes = own.abs().amax(dim=1)
         distances, found = _find_rows(near, own, known, _LIMIT * self._unit * sizes)
         held = known.chosen[found]
         behind = (own.gather(1, made_near) - own.gather(1, held)).abs().amax(dim=1)
+        # The last unit is the rounding of the two scores themselves.
         is_same = (distances <= _LIMIT * self._unit * sizes) & (behind <= 2 * distances + self._unit * sizes)
         is_changed = is_same & (held != made_near).any(dim=1)
         self._counts.num_rows += len(near)
@@ -166,7 +164,7 @@ class NearTies(PassMode):
         return self._known[name]
 
 
-def _is_fixed() -> bool:
+def _is_captured() -> bool:
     """Return whether a compiler or a CUDA graph records the operators, so that no value may be read."""
     if torch.compiler.is_compiling():
         return True
@@ -190,14 +188,18 @@ def _find_rows(at: Tensor, rows: Tensor, known: _KnownRows, limits: Tensor) -> t
     a row, the most frequent one that leads to a row within the limit (R) is taken, then the nearest row.
     """
     parts = torch.split(rows, _AT_ONCE)
+    # p = inf: rounding is limited in each number, not in their sum.
     nearest = torch.cat([torch.cdist(part, known.rows, p=torch.inf).argmin(dim=1) for part in parts])
     none = torch.iinfo(torch.int64).min // 2
+    # Rows at the ends have fewer neighbors: the padding is a shift that no row has.
     shifts = pad(known.numbers[nearest] - at, (_NEIGHBORS, _NEIGHBORS), value=none)
     around = shifts.unfold(0, 2 * _NEIGHBORS + 1, 1).contiguous()
     numbers = at[:, None] + around
+    # (R, 2 * _NEIGHBORS + 1): the golden's row with each of these numbers, where it has one.
     places = torch.searchsorted(known.numbers, numbers).clamp(max=len(known.numbers) - 1)
     off = torch.stack([(rows - known.rows[place]).abs().amax(dim=1) for place in places.unbind(1)], dim=1)
     fits = (known.numbers[places] == numbers) & (off <= limits[:, None])
+    # How many neighbors of a row have each shift.
     support = (around[:, :, None] == around[:, None, :]).sum(dim=2).where(fits, 0)
     is_best = support == support.amax(dim=1, keepdim=True)
     best = off.where(is_best, torch.inf).min(dim=1, keepdim=True)
@@ -217,6 +219,7 @@ def _name(operator: str, rows: Tensor, chosen: Tensor) -> str:
 def _is_near(rows: Tensor, chosen: Tensor, limit: float) -> Tensor:
     """Return whether two chosen numbers of a row, or a chosen one and another, are closer than a limit (R)."""
     count = chosen.shape[1]
+    # `topk` with `largest=False` chooses from the other end.
     is_descending = bool((rows.gather(1, chosen[:, :1]) >= rows.mean(dim=1, keepdim=True)).all())
     ordered = rows.sort(dim=1, descending=is_descending).values[:, : count + 1]
     gaps = ordered.diff(dim=1).abs().nan_to_num(torch.inf, torch.inf)

@@ -66,7 +66,7 @@ class Losses:
 
     @property
     def total(self) -> Tensor:
-        """Return the part of the loss that is differentiated."""
+        """Return the part of the loss that is differentiated, ()."""
         return self.lm + self.balance + self.z
 
     def detach(self) -> Losses:
@@ -76,7 +76,7 @@ class Losses:
 
     @seam
     def named(self) -> dict[str, Tensor]:
-        """Return the detached parts by name, the total first."""
+        """Return the detached parts (), by name, the total first."""
         return {
             "total": self.total.detach(),
             "lm": self.lm.detach(),

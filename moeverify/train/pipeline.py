@@ -71,7 +71,7 @@ class StageWork(StepInputs):
 
     @seam
     def loss(self, micro_batch: int, logits: Tensor, carried: Tensor) -> Tensor:
-        """Return this rank's part of the loss times the program's scale, and keep the loss terms."""
+        """Return this rank's part of the loss () times the program's scale, and keep the loss terms."""
         token_loss = cross_entropy(logits, self.batches[micro_batch].targets)
         balance, z = carried.unbind()
         losses = Losses(token_loss.sum() / self.normalizers.num_valid, balance, z)

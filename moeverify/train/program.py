@@ -54,7 +54,7 @@ class ReadableState(Protocol):
     """A readable state of a run, such as a stored golden."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor, or None if the tensor does not exist."""
+        """Return a region (`region.local_shape`) of a logical tensor, or None if the tensor does not exist."""
 
     def find(self, step: int, kind: str, name: str) -> Tensor | None:
         """Return a whole tensor of any shape, or None if it does not exist."""

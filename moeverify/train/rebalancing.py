@@ -85,6 +85,7 @@ class Rebalancing:
         copies = torch.zeros(shape, dtype=torch.int64, device=device or _find_device())
         for position, step in enumerate(self._steps):
             for layer, counts in step.items():
+                # Only one rank counts each token copy: the others have no `source`, and no counts.
                 copies[position, first.layers.index(layer), :, self._source] = counts
         dist.all_reduce(copies)
         return copies

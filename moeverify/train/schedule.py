@@ -24,6 +24,8 @@ def list_rates(spec: OptimizerSpec, num_steps: int) -> list[float]:
 def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
     """Return the factor of the learning rate at a step.
 
+    Example: with 2 warmup steps of 6 and a linear decay, the factors are 1/3, 2/3, 1, 3/4, 1/2 and 1/4.
+
     The factor rises linearly over `warmup_steps` and is 1 at the following step. It then decays towards 0
     at step `num_steps`: as a cosine, linearly, or not at all.
     """

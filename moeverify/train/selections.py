@@ -1,8 +1,8 @@
-"""Choices that a module makes among its numbers, recorded on a rank and held in one device's module.
+"""Choices of operators such as `topk`: recorded on a rank, and repeated when one device runs the same module.
 
-An operator such as `topk` returns indices of a float tensor. Rounding changes the indices at a near tie, and with
-them everything that follows. One device's module therefore takes the indices that a rank has chosen, if they are
-those of its own numbers up to rounding. A choice beyond rounding is not held, so its effect is seen.
+Such an operator returns indices of a float tensor. At a near tie, rounding changes the indices and everything that
+follows. One device therefore takes the indices of the rank if its own numbers there are equal up to rounding. It
+ignores any other choice of the rank, so that the effect of a wrong choice is seen.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+# Operators that choose elements of their first argument, with the position of the argument `dim`.
 _PLACE_OF_DIM = {"topk": 2, "kthvalue": 2} | dict.fromkeys(
     ("sort", "argsort", "argmax", "argmin", "max", "min", "median"), 1
 )
-"""Operators that choose elements of their first argument, with the position of the argument `dim`."""
 
+# Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind.
 _ROUNDINGS = 4.0
-"""Units of rounding, relative to the largest number of a row, by which a chosen number may fall behind."""
 
+# Attribute of the indices of a choice that was replaced: by how much its numbers may be behind, in each row.
 _BEHIND = "moeverify_behind"
-"""Attribute of the indices of a choice that was replaced: by how much its numbers may be behind, in each row."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +105,12 @@ class HeldSelections(TorchFunctionMode):
             self._left = []
             return result
         values = args[0] if args else kwargs["input"]
-        indices = _admit(values, own, held, _ROUNDINGS * self._unit)
+        indices = _choose_within_rounding(values, own, held, _ROUNDINGS * self._unit)
         return replace_choice(result, values, replace(own, indices=indices))
 
 
 def replace_choice(result: Any, values: Tensor, made: Selection) -> Any:
-    """Return the result of an operator as if it had made a choice among its values."""
+    """Return the result of an operator as if it had made a choice among its values, in the same shapes."""
     indices, dim = made.indices, made.dim
     if made.behind is not None:
         setattr(indices, _BEHIND, made.behind)
@@ -129,14 +129,15 @@ def _take(values: Tensor, indices: Tensor, dim: int | None) -> Tensor:
 
 
 @torch.no_grad()
-def _admit(values: Tensor, own: Selection, held: Selection, slack: float) -> Tensor:
-    """Return the held indices of the rows in which they choose the operator's own numbers up to `slack`."""
+def _choose_within_rounding(values: Tensor, own: Selection, held: Selection, slack: float) -> Tensor:
+    """Return the held indices, in rows where their numbers equal the operator's own choice up to `slack`."""
     wide = values.detach().to(torch.float64)
     indices = held.indices.to(own.indices.device)
     behind = (_take(wide, own.indices, own.dim) - _take(wide, indices, own.dim)).abs().nan_to_num(torch.inf)
     sizes = wide.abs().masked_fill(~wide.isfinite(), 0.0)
     if own.dim is None:
         return indices if bool((behind <= slack * sizes.max()).all()) else own.indices
+    # The largest number of a row is the unit: smaller ones may be differences of large ones.
     allowed = slack * sizes.amax(dim=own.dim, keepdim=True)
     if held.behind is not None:
         allowed = allowed + held.behind.to(allowed.device)

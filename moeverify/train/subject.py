@@ -39,7 +39,7 @@ class Run(Protocol):
 
     @property
     def own_router_losses(self) -> Callable[[], tuple[Tensor, Tensor]] | None:
-        """Return a function for this rank's balance and z loss, if the experts' package computes them."""
+        """Return a function for this rank's balance and z loss, both (), if the experts' package computes them."""
 
     @property
     def loss_context(self) -> Callable[[], AbstractContextManager[object]]:

@@ -190,6 +190,12 @@ BROKEN = {
         'def f() -> None:\n    """Return what the caller is told."""\n',
         "moeverify/cases/schema.py:2: `what`",
     ),
+    "an avoided word in a comment": (
+        "prose",
+        "moeverify/cases/schema.py",
+        "x = 1  # stands for one\n",
+        "moeverify/cases/schema.py:1: x = 1  # stands for one",
+    ),
     "a long sentence": (
         "prose",
         "moeverify/cases/schema.py",

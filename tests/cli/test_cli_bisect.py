@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked.python import ForkedPython
+
+from moeverify.verification.controller.commit_judge import Worktree
 
 Invoke = Callable[..., Any]
 
@@ -77,8 +80,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.ranks
 def test_the_commit_is_found_and_the_case_made_smaller(
-    repository: Path, tmp_path: Path, invoke: Invoke
+    repository: Path, tmp_path: Path, invoke: Invoke, python: ForkedPython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    make_command = Worktree._make_command
+    monkeypatch.setattr(Worktree, "_make_command", lambda self: [*python.command(), *make_command(self)[2:]])
     (repository / "net.py").write_text(MODEL)  # the working tree is right again, and no commit
     words = ("bisect", "HEAD~1..", "--json", tmp_path / "found.json", "--", "verify/net.yaml")
     found = invoke(*words, "--explain-seconds", "0")

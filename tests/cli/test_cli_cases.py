@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_check_prints_a_line_a_case(invoke: Any, case_file: Path) -> None:
     result = invoke("check", case_file)

@@ -137,7 +137,9 @@ def test_pass_writes_every_format(start: Start, tmp_path: Path) -> None:
 
 def test_mismatch_tells_the_finding_and_keeps_the_errors_of_all_tensors(start: Start, tmp_path: Path) -> None:
     child = start(
-        "--fault", "faults_of_tests:halve", "--quiet", "--json", "r.json", "--plots", "plots", forks=True
+        *("--fault", "faults_of_tests:halve", "--explain-seconds", "0"),
+        *("--quiet", "--json", "r.json", "--plots", "plots"),
+        forks=True,
     )
     output, _ = child.communicate(timeout=200)
     assert child.returncode == 1

@@ -1,1 +1,1 @@
-"""Loading of valid cases from files, with every rule of every axis, choice and recipe. Imports no torch."""
+"""Loading of cases from files, with every rule of axes, choices and recipes. No torch."""

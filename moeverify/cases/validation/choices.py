@@ -19,9 +19,8 @@ from moeverify.parallel.dispatch import DISPATCH
 from moeverify.parallel.fsdp1_strategies import FSDP1_STRATEGY
 from moeverify.parallel.fsdp2_reshard import RESHARD
 from moeverify.parallel.graphs import GRAPHS
-from moeverify.parallel.joined_rules import JOINED_RULES
-from moeverify.parallel.recompute_rules import RECOMPUTE_RULES
 from moeverify.parallel.router_losses import ROUTER_LOSSES
+from moeverify.parallel.rules import PARALLEL_RULES
 from moeverify.results.obstacle import Obstacle
 from moeverify.train.decay import RATE_SCHEDULE
 from moeverify.train.optimizer_kinds import OPTIMIZER, OPTIMIZER_KERNELS, OPTIMIZER_RULES
@@ -48,8 +47,7 @@ CHOICE_RULES: tuple[Rule, ...] = (
     *POSITION_RULES,
     *DATA_RULES,
     *EXPERT_RULES,
-    *JOINED_RULES,
-    *RECOMPUTE_RULES,
+    *PARALLEL_RULES,
     *OPTIMIZER_RULES,
 )
 

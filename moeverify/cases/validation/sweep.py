@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moeverify.cases.override import label_values
 from moeverify.cases.schema import Case
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError, Problem
-from moeverify.report.words.sweep import label_values
 
 OPTION = "--sweep"
 _MOST_COMBINATIONS = 1000

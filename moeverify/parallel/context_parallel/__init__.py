@@ -54,7 +54,10 @@ CONTEXT_PARALLEL: Modules[ContextVariant] = Modules("layout.context_parallel", _
 
 
 def split_positions(seq_len: int, num_ranks: int, rank: int, kind: ContextParallel) -> Positions:
-    """Return the positions of the sequence that a rank of the cp axis processes, in its local order."""
+    """Return the positions of the sequence that a rank of the cp axis processes, in its local order.
+
+    Example: `split_positions(8, 2, 0, "ring")` is (0, 1, 6, 7): a zigzag.
+    """
     if num_ranks == 1:
         return range(seq_len)
     return CONTEXT_PARALLEL.find(kind).split.cut(seq_len, num_ranks, rank)

@@ -241,6 +241,7 @@ def _find_boxes(local: Tensor, logical: LogicalTensor) -> Iterator[Region]:
         return
     for position in anchors:
         anchor = logical.unravel(position)
+        # One line along each dim through the first element determines a box, which is then compared.
         dims = [_match_line(local, logical.values, anchor, dim) for dim in range(local.ndim)]
         if any(indices is None for indices in dims):
             continue
@@ -266,6 +267,7 @@ def _match_line(local: Tensor, whole: Tensor, anchor: tuple[int, ...], dim: int)
     for begin, end in zip(first.tolist(), last.tolist(), strict=True):
         choices = order[begin:end].tolist()
         following = anchor[dim] if not found else found[-1] + 1
+        # Recent indices only: a search through all would be quadratic.
         unused = [index for index in choices if index not in found[-64:]]
         if not unused:
             return None

@@ -53,7 +53,7 @@ def show_all(observer: Observer, step: int, kind: str, shown: Sequence[Named]) -
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], *, contiguous: bool = False) -> list[Tensor]:
-    """Return a copy of each tensor, with one launch for many tensors of one dtype.
+    """Return a copy of each tensor, in its shape, with one launch for many tensors of one dtype.
 
     Copies keep the strides of their source, or are row-major with `contiguous`.
     """

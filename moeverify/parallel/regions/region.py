@@ -82,7 +82,7 @@ class Region:
         return ",".join(_describe(indices) for indices in self.dims)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return this region of a whole logical tensor; a view where every dim is contiguous."""
+        """Return this region (`local_shape`) of a whole logical tensor; a view where every dim is contiguous."""
         if self.flat is not None:
             return tensor.reshape(-1)[self.flat.start : self.flat.stop]
         for dim, indices in enumerate(self.dims):
@@ -94,7 +94,7 @@ class Region:
         return tensor
 
     def put(self, whole: Tensor, local: Tensor) -> None:
-        """Write the local tensor of this region into the whole logical tensor, in place."""
+        """Write the local tensor, of shape `local_shape`, into the whole logical tensor, in place."""
         if self.flat is not None:
             whole.reshape(-1)[self.flat.start : self.flat.stop] = local.reshape(-1)
             return
@@ -109,7 +109,10 @@ class Region:
         whole[grid] = local.to(whole.dtype)
 
     def flat_index(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the row-major global index of every element. Shape: `local_shape`, int64."""
+        """Return the row-major global index of every element. Shape: `local_shape`, int64.
+
+        Example: `Region.box((4, 3), [range(2, 4), range(1, 3)])` has [[7, 8], [10, 11]].
+        """
         if self.flat is not None:
             return torch.arange(self.flat.start, self.flat.stop, device=device)
         total = torch.zeros((), dtype=torch.int64, device=device)

@@ -230,6 +230,7 @@ def _measure(values: Tensor, signs: Tensor, lead: Tensor) -> Tensor:
         torch.linalg.vector_norm(values, 1, dim=-1, dtype=torch.float64),
         torch.linalg.vector_norm(values, 2, dim=-1, dtype=torch.float64).square(),
     ]
+    # The sign of an element is that of its column times that of its row: one product does all columns.
     projected = torch.bmm(values.to(torch.float64).transpose(0, 1), signs).transpose(0, 1)
     turns = _draw_signs(_ROW_KEY, lead)
     return torch.cat([torch.stack(moments, dim=-1), projected * turns[:, None, :]], dim=-1)
@@ -255,6 +256,7 @@ def hash_blocks(local: Tensor, region: Region) -> Tensor:
     step = _CHUNK if local.device.type == "cpu" else _CHUNK_OF_DEVICE
     for start in range(0, len(values), step):
         place, value = places[start : start + step], values[start : start + step]
+        # -0.0 + 0.0 is 0.0: equal values have equal hashes.
         wide = value.to(torch.float64) + 0.0 if value.is_floating_point() else value.to(torch.int64)
         words = mix(wide.view(torch.int64) * GOLDEN_RATIO + place * FACTORS[0])
         total.index_add_(0, _find_blocks(grid, place), words)
@@ -276,7 +278,9 @@ def estimate_squares(expected: Tensor, actual: Tensor) -> Tensor:
     The difference of the norms is a lower bound that holds without chance.
     """
     first = len(MOMENTS)
+    # For random signs s the mean of (s . d)^2 is |d|^2.
     apart = (actual[..., first:] - expected[..., first:]).square().mean(dim=-1)
+    # A region may have been subtracted, and rounding then leaves a square below zero.
     square = MOMENTS.index("square")
     norms = (actual[..., square].clamp(min=0).sqrt() - expected[..., square].clamp(min=0).sqrt()).square()
     return torch.maximum(apart, norms)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 
+from moeverify.cases.override import label_values
 from moeverify.report.pictures.picture import Picture, make_figure
 from moeverify.report.pictures.theme import COLORS
 from moeverify.report.sanitize import clean
-from moeverify.report.words.sweep import label_values
 from moeverify.results.measurement import Measurement
 
 TITLE = "Sweep"

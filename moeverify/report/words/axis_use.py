@@ -2,8 +2,8 @@
 
 from moeverify.results.facts import AxisUse, AxisUses
 
+# A plan that divides a smaller share of the parameters says little about its axis.
 _MOST_WHOLE = 0.5
-"""A plan that divides a smaller share of the parameters says little about its axis."""
 
 
 def describe_uses(facts: AxisUses) -> str:

@@ -1,4 +1,12 @@
-"""The cause of a finding as one sentence, its place, and its evidence, one line each."""
+"""The cause of a finding as one sentence, its place, and its evidence, one line each.
+
+The sentence comes from the module for the data of the cause:
+
+- `operation`: a formula that explains the numbers, such as a missing reduction; `factor` words its numbers;
+- `check` and `data`: facts of a check, such as a stale weight or a wrong batch;
+- `culprit`: the first wrong operation;
+- `observation`: no cause, and the reason.
+"""
 
 from __future__ import annotations
 

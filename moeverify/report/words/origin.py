@@ -10,6 +10,7 @@ from moeverify.results.culprit import CodeLine, Origin, OriginKind
 LONGEST = 100
 """Maximum number of characters of an expression."""
 
+# Relation of a line to the wrong result that may come from it.
 _ORIGINS: Mapping[OriginKind, str] = {
     "branch": "one device does not execute it, and executes other lines of this function",
     "sole": "one device executes other lines of this function, and hardly any other line differs so",
@@ -39,7 +40,6 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "configures": "configures the part of torch that runs the operation",
     "callee": "its function computes arguments of this call, and one device executes other lines of it",
 }
-"""Relation of a line to the wrong result that may come from it."""
 
 
 def list_origins(origins: Sequence[Origin]) -> list[str]:

@@ -22,6 +22,7 @@ from moeverify.results.script import (
 )
 
 _MOST_NAMED = 3
+# Broken rules that need no other run, as templates.
 _OWN_RULES = {
     CallRule.KEPT: "no zero_grad since the previous optimizer step: new gradients are added to its gradients",
     CallRule.LATE_CLIP: "gradients are clipped after the optimizer step, which has used them already",
@@ -38,7 +39,6 @@ _OWN_RULES = {
     CallRule.INNER_SCHEDULER: "the scheduler steps between the backward passes of one optimizer step: once for each "
     "micro-batch",
 }
-"""Broken rules that need no other run, as templates."""
 
 
 @describe_facts.register

@@ -16,8 +16,8 @@ from moeverify.scripts.record.executed import checksum_source
 from moeverify.scripts.record.read import RankRecord, RecordedRun
 
 _MOST_ORIGINS = 3
+# The script's line at the end of a call site, such as `accelerate/optimizer.py:186 from train.py:52`.
 _SITE = re.compile(r"([\w.-]+\.py):(\d+)$")
-"""The script's line at the end of a call site, such as `accelerate/optimizer.py:186 from train.py:52`."""
 
 
 class ScriptCode:

@@ -22,8 +22,8 @@ _SAME = 1e-4  # relative, for norms in float32
 _LIMIT = 1e-3  # relative difference of the norms that a clip leaves
 _LESS = 10.0  # how many times less a divisor must vary than the norms
 _WHOLE = 1e-6  # relative distance of a divisor from a whole number
+# Largest divisor that is known by its value: few numbers are as near to such a quotient by chance.
 _MOST = 64
-"""Largest divisor that is known by its value: few numbers are as near to such a quotient by chance."""
 
 
 @dataclass(frozen=True)

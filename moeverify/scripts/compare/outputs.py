@@ -28,11 +28,11 @@ from moeverify.verification.compare.difference import TensorDifference, measure
 
 RowKey = tuple[int, ...]  # hashes of a row, one per input of the model
 
+# One of this many tokens may have any value: a router may choose another expert where rounding decides.
 _TOKENS_LEFT_OUT = 50
-"""One of this many tokens may have any value: a router may choose another expert where rounding decides."""
 
+# Ratio of a module's output error to its input error (at least one rounding) that rounding cannot cause.
 _JUMP = 8.0
-"""Ratio of a module's output error to its input error (at least one rounding) that rounding cannot cause."""
 
 
 class Spot(NamedTuple):

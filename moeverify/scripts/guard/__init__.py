@@ -1,1 +1,1 @@
-"""Guarding of a single run of a training script: errors that show without another run to compare with."""
+"""Guard of one run of a training script: errors that show without a second run."""

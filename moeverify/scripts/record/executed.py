@@ -16,11 +16,11 @@ from moeverify.explain.program import SETUP, Executed
 from moeverify.input_file import open_input
 from moeverify.scripts.record.lines import ExecutedFile, ExecutedStep
 
+# Maximum number of lines of a function that are followed in a step. Each costs a few microseconds.
 _MOST_LINES = 20_000
-"""Maximum number of lines of a function that are followed in a step. Each costs a few microseconds."""
 
+# Names and keys of which no text is recorded, such as `api_key`.
 _SECRET = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
-"""Names and keys of which no text is recorded, such as `api_key`."""
 
 
 class CodeRecorder:

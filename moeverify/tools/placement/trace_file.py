@@ -33,8 +33,8 @@ from moeverify.json_file import parse_json
 from moeverify.tools.placement.load_trace import LoadTrace, TraceHeader
 
 _FORMAT = "moeverify load trace"
+# The header of a trace of version 1 has no checksum; such a trace is read and continued too.
 _VERSION = 2
-"""The header of a trace of version 1 has no checksum; such a trace is read and continued too."""
 
 _MAGIC = b"step"
 _HEAD = struct.Struct("<4sIQII")  # magic, bytes per integer, step, length of the body, CRC-32 of the body

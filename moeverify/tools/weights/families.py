@@ -79,13 +79,13 @@ _FIELDS = {
 _DEFAULTS: Config = {"tie_word_embeddings": False, "attention_bias": False}
 _EVERY_LAYER: Config = {"decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False}
 
+# Alternative key names written by some versions of transformers.
 _ALIASES = {"num_experts": "num_local_experts"}
-"""Alternative key names written by some versions of transformers."""
 
 _BIAS = {"attention_bias": "attention_bias"}
 
+# Meanings of null.
 _NULL: Config = {"q_lora_rank": 0, "n_group": 1, "topk_group": 1, "n_shared_experts": 0}
-"""Meanings of null."""
 
 _SIGMOID: Config = {
     "moe.score": "sigmoid",
@@ -241,6 +241,7 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
+# Known families that the reference model does not compute, and why.
 _OTHERS: Mapping[str, str] = {
     "deepseek_v32": "sparse attention chosen by an indexer",
     "gpt_oss": "attention sinks, clamped activations and biases of experts",
@@ -248,7 +249,6 @@ _OTHERS: Mapping[str, str] = {
     "qwen3_next": "linear attention",
     "qwen3_5_moe": "linear attention",
 }
-"""Known families that the reference model does not compute, and why."""
 
 
 def read_config(config: Config, file: str) -> tuple[Family, ReferenceModel]:

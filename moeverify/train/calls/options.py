@@ -32,8 +32,8 @@ class TracedGroup(dict[str, Any]):
             self[name] = value
 
 
+# For each scheduler that runs: the numbers that functions of the script returned, and the lines.
 _returned: list[list[tuple[float, str]]] = []
-"""For each scheduler that runs: the numbers that functions of the script returned, and the lines."""
 
 
 def _find_computation() -> str:

@@ -53,7 +53,7 @@ class Sighting:
     """The dtype in which a rank used a parameter. `how` names the collective or the moment, or is empty.
 
     For the output of a module, `parameter` is the FQN of the module and `how` the place in the output. For
-    its residual stream, `dtype` is the dtype of the output and `how` the wider dtype that a cast ended. For an
+    its residual stream, `dtype` is the dtype of the output and `how` the wider dtype before the cast. For an
     operator, `parameter` is the module or the function of a user's step, `how` its name, and `dtype` its widest
     result.
     `site` is the line that made the tensor, if known.

@@ -63,6 +63,7 @@ def hash_experts(local: Tensor, region: Region) -> Tensor:
     place = region.flat_index(device=local.device).reshape(-1)
     size = max(math.prod(region.shape[1:]), 1)
     expert = torch.div(place, size, rounding_mode="floor")
+    # The place is mixed in: a permutation inside an expert changes its hash.
     hashes = mix(mix(_bits(local) * GOLDEN_RATIO + (place - expert * size) * STRIDE) + STRIDE)
     return torch.zeros(num_experts, dtype=torch.int64, device=local.device).index_add_(0, expert, hashes)
 
@@ -80,6 +81,7 @@ def merge_hashes(by_rank: Sequence[Shares]) -> dict[str, list[int]]:
         for name, region, share in shares:
             merged.setdefault(name, {}).setdefault(region, share)
     return {
+        # Sums of int64 wrap around on the ranks, and do not in Python.
         name: [sum(column) & _MASK for column in zip(*regions.values(), strict=True)]
         for name, regions in merged.items()
     }

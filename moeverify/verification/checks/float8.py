@@ -44,12 +44,12 @@ from moeverify.verification.checks.base import (
     make_outcome,
 )
 from moeverify.verification.checks.float8_products import (
+    Float8Comparison,
     ProductTap,
     SampledProduct,
-    Seen,
+    compare_operand,
+    compare_product,
     list_wrong,
-    look_at_operand,
-    look_at_product,
 )
 from moeverify.verification.checks.narrower import name_dtype
 from moeverify.verification.checks.precision import WHOLE, join_by_module
@@ -121,7 +121,7 @@ class Float8Watch(Watch[Float8Report]):
         self._signature = inspect.signature(self._original)
         library.hp_tensor_and_scale_to_float8 = self._round
         self._tap = ProductTap(self._layers, self._hear)
-        self._compared: list[Seen] = []
+        self._compared: list[Float8Comparison] = []
         self._wrong: list[tuple[int, Float8Facts]] = []
         self._num_products = 0
         self._step, self._num_operands = -1, 0
@@ -164,7 +164,7 @@ class Float8Watch(Watch[Float8Report]):
         return rounded
 
     def _hear(self, layer: str, product: SampledProduct) -> None:
-        self._compared.append(look_at_product(layer, product))
+        self._compared.append(compare_product(layer, product))
         self._num_products += 1
 
     def _look(self, given: Mapping[str, Any], rounded: Any) -> None:
@@ -175,7 +175,7 @@ class Float8Watch(Watch[Float8Report]):
             return
         self._seen.add(layer)
         role = given["gemm_input_role"].value
-        self._compared.append(look_at_operand(layer, role, local, rounded))
+        self._compared.append(compare_operand(layer, role, local, rounded))
         largest, used = find_largest(local, dim), _choose(rounded._scale.reshape(-1))
         ranks, axis = _list_ranks(operand, dim)
         # An operand may be rounded with one scale, and again with one scale per row or column. These count

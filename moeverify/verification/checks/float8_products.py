@@ -21,18 +21,16 @@ from moeverify.results.facts import Float8Facts
 MOST_ROWS, MOST_COLUMNS = 8, 64
 """Maximum number of evenly spaced rows and columns recomputed per product; for an operand, only rows."""
 
+# Truncation of an addend in a kernel, relative to the largest value added at once, or to the sum so far.
+# Hopper tensor cores align addends to the largest one and keep 13 bits below its leading bit (section 3.3.2 of
+# arXiv 2412.19437). Later ones keep more.
 _UNIT = 2.0**-13
-"""Truncation of an addend in a kernel, relative to the largest value added at once, or to the sum so far.
 
-Hopper tensor cores align addends to the largest one and keep 13 bits below its leading bit (section 3.3.2
-of arXiv 2412.19437). Later ones keep more.
-"""
-
+# Deviations of a normal variable that are exceeded once in 5e8 elements.
 _DEVIATIONS = 6.0
-"""Deviations of a normal variable that are exceeded once in 5e8 elements."""
 
+# Number of parts of equal length after which partial sums are examined.
 _PARTS = 16
-"""Number of parts of equal length after which partial sums are examined."""
 
 _PRODUCT = torch.ops.aten.mm.default
 
@@ -44,7 +42,7 @@ _ROLES = {
 
 
 @dataclass(frozen=True)
-class Seen:
+class Float8Comparison:
     """Comparison of one operand or product, not yet read from the device.
 
     `numbers` (5,) holds the number of wrong elements, the number of compared ones, and the actual value,
@@ -73,14 +71,17 @@ class Seen:
         )
 
 
-def look_at_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Seen:
+def compare_operand(layer: str, role: str, x: Tensor, rounded: Any) -> Float8Comparison:
     """Compare some rows of a torchao operand with x (..., n) times its scales, rounded again."""
     flat, data = x.reshape(-1, x.shape[-1]), rounded._data.reshape(-1, x.shape[-1])
     scale = rounded._scale.expand(x.shape).reshape(flat.shape)
     rows = _choose(len(flat), MOST_ROWS, x.device)
     most = torch.finfo(data.dtype).max
+    # As torchao does: multiply in float32, saturate, round to nearest.
     expected = (flat[rows].to(torch.float32) * scale[rows]).clamp(-most, most).to(data.dtype)
-    return Seen(layer, role, False, _measure(_pick(data, rows), _widen(expected), torch.zeros(())))
+    return Float8Comparison(
+        layer, role, False, _measure(_pick(data, rows), _widen(expected), torch.zeros(()))
+    )
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ def read_product(left: Any, right: Any, product: Tensor) -> SampledProduct | Non
         return None
     rows = _choose(product.shape[0], MOST_ROWS, product.device)
     columns = _choose(product.shape[1], MOST_COLUMNS, product.device)
+    # Dequantized operands (rows, k) and (columns, k): a scale multiplies before the rounding, and divides after it.
     one = _pick(left._data, rows) / _widen(left._scale.expand(left._data.shape)[rows])
     other = _pick(right._data.t(), columns) / _widen(right._scale.expand(right._data.shape).t()[columns])
     other = other.t()
@@ -162,19 +164,24 @@ def bound_cuts(one: Tensor, other: Tensor, most: Tensor) -> Tensor:
     1 unit toward zero. The mean loss is half a unit with the sign of the addend. The rest behaves like a
     sum of independent uniform variables.
     """
+    # One carried sum for every 16 addends.
     num_addends = len(other) + len(other) // 16
+    # No addend is larger than the root of the sum of all squares.
     largest = torch.maximum(most, (one.square() @ other.square()).sqrt())
     drift = 0.5 * (one.sign() @ other.sign()).abs()
+    # A uniform variable of width 1 has the variance 1/12.
     spread = _DEVIATIONS * math.sqrt(num_addends / 12.0)
     return _UNIT * largest * (drift + spread)
 
 
-def look_at_product(layer: str, product: SampledProduct) -> Seen:
+def compare_product(layer: str, product: SampledProduct) -> Float8Comparison:
     """Compare some elements of a product with the values recomputed from its operands."""
-    return Seen(layer, product.role, True, _measure(product.actual, product.expected, product.allowed))
+    return Float8Comparison(
+        layer, product.role, True, _measure(product.actual, product.expected, product.allowed)
+    )
 
 
-def list_wrong(seen: list[Seen]) -> Iterator[Float8Facts]:
+def list_wrong(seen: list[Float8Comparison]) -> Iterator[Float8Facts]:
     """Yield facts about each wrong operand or product. Synchronizes with the device."""
     for each in seen:
         facts = each.find_wrong()
@@ -203,10 +210,11 @@ def _widen(x: Tensor) -> Tensor:
 
 
 def _measure(actual: Tensor, expected: Tensor, allowed: Tensor) -> Tensor:
-    """Return the `numbers` of `Seen`. Two NaNs count as equal."""
+    """Return the `numbers` of `Float8Comparison`. Two NaNs count as equal."""
     allowed = allowed.to(actual).expand(actual.shape)
     error = (actual - expected).abs()
     is_right = (error <= allowed) | (actual.isnan() & expected.isnan()) | (actual == expected)
+    # NaN in place of a number is the largest error.
     worst = torch.where(is_right, -1.0, torch.nan_to_num(error - allowed, nan=torch.inf)).argmax()
     count = torch.tensor(float(actual.numel()), dtype=actual.dtype, device=actual.device)
     picked = (each.reshape(-1)[worst] for each in (actual, expected, allowed))

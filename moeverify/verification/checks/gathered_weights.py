@@ -146,7 +146,7 @@ class _Weight:
 
 
 @dataclass(frozen=True)
-class _Looked:
+class _UsedValues:
     """Values used in one step: (used, stored) elements and the stored ones (before, now) of each parameter.
 
     `is_wrong` (), on the CPU, tells whether anything differs. It is valid once the event `copied` has
@@ -183,8 +183,8 @@ class GatheredWatch(Watch[GatheredReport]):
             module.register_forward_pre_hook(unseen(self._look)) for module in self._slots
         ]
         self._places: dict[object, _Place | None] = {}
-        self._looked: dict[str, tuple[Tensor, Tensor]] = {}
-        self._unread: deque[_Looked] = deque()
+        self._used_values: dict[str, tuple[Tensor, Tensor]] = {}
+        self._unread: deque[_UsedValues] = deque()
         self._seen: set[str] = set()
         self._differences: dict[str, StaleParameter] = {}
         self._unmoved: set[str] = set()
@@ -251,47 +251,47 @@ class GatheredWatch(Watch[GatheredReport]):
     def _keep(self, name: str, actual: Tensor, expected: Tensor) -> None:
         """Keep the values to compare. Of several passes in a step, keep the first that differs."""
         self._seen.add(name)
-        if name in self._looked and self._looked[name][0].dtype == actual.dtype:
-            before = self._looked[name]
+        if name in self._used_values and self._used_values[name][0].dtype == actual.dtype:
+            before = self._used_values[name]
             is_wrong = (_bits(before[0]) != _bits(before[1])).any()
             actual, expected = (
                 torch.where(is_wrong, old, new) for old, new in zip(before, (actual, expected), strict=True)
             )
-        self._looked[name] = (actual, expected)
+        self._used_values[name] = (actual, expected)
 
     def _compare(self) -> None:
         """Compare the values of this step on the device, and start the copy of the result to the CPU."""
-        looked, self._looked = self._looked, {}
-        if not looked:
+        used, self._used_values = self._used_values, {}
+        if not used:
             return
-        is_wrong = _find_any_wrong(list(looked.values()))
+        is_wrong = _find_any_wrong(list(used.values()))
         on_gpu = is_wrong.device.type == "cuda"
         is_wrong, copied = is_wrong.to("cpu", non_blocking=True), None
         if on_gpu:
             copied = torch.Event(device="cuda")
             copied.record()
         stored = {each.name: (each.before, each.now) for each in self._weights.values()}
-        self._unread.append(_Looked(self._step, looked, stored, is_wrong, copied))
+        self._unread.append(_UsedValues(self._step, used, stored, is_wrong, copied))
 
-    def _judge(self, looked: _Looked) -> None:
-        if looked.copied is not None:
-            looked.copied.synchronize()
-        if not bool(looked.is_wrong):
+    def _judge(self, used: _UsedValues) -> None:
+        if used.copied is not None:
+            used.copied.synchronize()
+        if not bool(used.is_wrong):
             return
         weights = {weight.name: weight for weight in self._weights.values()}
         num_known = len(self._differences)
-        for name, (actual, expected) in looked.values.items():
+        for name, (actual, expected) in used.values.items():
             wrong = _bits(actual) != _bits(expected)
             if name not in self._differences and bool(wrong.any()):
-                before, _ = looked.stored[name]
+                before, _ = used.stored[name]
                 self._differences[name] = _describe(
-                    weights[name], looked.step, before, (actual, expected), wrong
+                    weights[name], used.step, before, (actual, expected), wrong
                 )
         if len(self._differences) > num_known:
             self._unmoved |= {
                 name
-                for name, (_, expected) in looked.values.items()
-                if _is_unmoved(*looked.stored[name], expected.dtype)
+                for name, (_, expected) in used.values.items()
+                if _is_unmoved(*used.stored[name], expected.dtype)
             }
 
 

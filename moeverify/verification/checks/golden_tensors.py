@@ -139,6 +139,7 @@ def _find_limit(tensor: Assembled, error: float, bound: float) -> float:
     if not tensor.is_estimated:
         return bound
     shape = tensor.shards[0][1].shape
+    # An estimate between the bound and `OVER` times the bound decides neither way.
     return math.inf if bound < error <= bound * OVER else bound * find_confidence(shape)
 
 

@@ -47,12 +47,12 @@ from moeverify.verification.checks.base import (
 from moeverify.verification.checks.float8 import name_layers
 from moeverify.verification.checks.float8_products import ProductTap, SampledProduct
 from moeverify.verification.checks.layer_gradients import (
-    Added,
+    LayerContribution,
     LayerInputs,
     Sample,
     is_known,
     keep_inputs,
-    list_added,
+    list_contributions,
 )
 from moeverify.verification.compare.assembled import Key
 
@@ -86,7 +86,7 @@ class GradientSumWatch(Watch[Reports]):
     def __init__(self, model: nn.Module, float8: str) -> None:
         self._step = -1
         self._handles: list[RemovableHandle] = []
-        self._added: dict[tuple[int, str], Added] = {}
+        self._added: dict[tuple[int, str], LayerContribution] = {}
         self._held: dict[tuple[int, str], tuple[tuple[int, ...], Tensor]] = {}
         self._units: dict[int, float] = {}
         self._tap: ProductTap | None = None
@@ -155,7 +155,7 @@ class GradientSumWatch(Watch[Reports]):
     def _make_adder(self, prefix: str, module: nn.Module, kept: LayerInputs) -> Any:
         @torch.no_grad()
         def add(of_outputs: Tensor) -> None:
-            for attribute, added in list_added(module, kept, local_part(of_outputs)):
+            for attribute, added in list_contributions(module, kept, local_part(of_outputs)):
                 name = logical_name(f"{prefix}.{attribute}")
                 if name not in self._by_product:
                     self._add(name, added)
@@ -164,9 +164,9 @@ class GradientSumWatch(Watch[Reports]):
 
     def _hear(self, layer: str, product: SampledProduct) -> None:
         if product.role == "grad_weight":
-            self._add(f"{layer}.weight", Added(product.expected, product.sizes, product.allowed))
+            self._add(f"{layer}.weight", LayerContribution(product.expected, product.sizes, product.allowed))
 
-    def _add(self, name: str, added: Added) -> None:
+    def _add(self, name: str, added: LayerContribution) -> None:
         known = self._added.setdefault((self._step, name), added)
         if known is not added:
             known.add(added)
@@ -237,12 +237,13 @@ def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     for step in sorted(set().union(*reports)):
         of_step = [report.get(step, {}) for report in reports]
         for name in dict.fromkeys(name for each in of_step for name in each):
-            judged = _lay_beside([each.get(name) for each in of_step])
+            judged = _join_ranks([each.get(name) for each in of_step])
             if judged is None:
                 continue
             key = (step, Kind.GRADIENT, name)
             limits[key] = judged.limit
             ratio, at = (float(each) for each in judged.ratio.max(dim=0))
+            # Errors and bounds are relative to the root mean square of the elements.
             scale = float(judged.expected.square().mean().sqrt()) or 1.0
             error, bound = (
                 float(each[int(at)]) / scale
@@ -263,17 +264,19 @@ def judge_sums(shown: ShownTensors, reports: Sequence[Reports]) -> CheckOutcome:
     return CheckOutcome(result, tuple(findings), limits)
 
 
-def _lay_beside(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | None:
+def _join_ranks(of_ranks: Sequence[RankContributions | None]) -> _JudgedSum | None:
     """Return the held elements of a gradient and the contributions to them; None if no rank holds any."""
     known = [each for each in of_ranks if each is not None]
     num_ranks = len(of_ranks)
     if not any(each.places for each in known):
         return None
     zero = torch.zeros_like(known[0].values)
+    # Gradients are means over all ranks, so a contribution counts 1 / num_ranks.
     parts = torch.stack([zero if each is None else each.values for each in of_ranks], dim=1) / num_ranks
     sizes = torch.stack([each.sizes for each in known]).sum(dim=0) / num_ranks
     unit, count = max(each.unit for each in known), max(each.count for each in known)
     allowed = torch.stack([each.allowed for each in known]).sum(dim=0) / num_ranks
+    # One rounding for each pass and each rank that is added, and some for divisors.
     allowed = allowed + unit * (count + num_ranks + _ROUNDINGS) * sizes
     held = [(rank, each) for rank, each in enumerate(of_ranks) if each is not None]
     places = torch.tensor([place for _, each in held for place in each.places], dtype=torch.int64)
@@ -313,6 +316,7 @@ def _list_coefficients(judged: _JudgedSum) -> Iterator[Tensor]:
     squares = float(judged.expected.square().sum())
     if squares > 0.0:
         yield torch.full((num_ranks,), float(judged.actual @ judged.expected) / squares, dtype=torch.float64)
+    # Contributions that depend on each other have no unique coefficients.
     gram = judged.parts.T @ judged.parts
     if float(torch.linalg.eigvalsh(gram)[0]) > _FITTED * float(gram.diagonal().max()):
         yield torch.linalg.solve(gram, judged.parts.T @ judged.actual)

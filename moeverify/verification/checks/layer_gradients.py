@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclass
-class Added:
+class LayerContribution:
     """Contributions of some passes on one rank to the sample of a parameter.
 
     Shapes: (rows, columns), float64. `values` are the expected contributions, and `sizes` the sums of their
@@ -68,7 +68,7 @@ class Added:
     allowed: Tensor
     count: int = 1
 
-    def add(self, other: Added) -> None:
+    def add(self, other: LayerContribution) -> None:
         """Add the contributions of another pass."""
         self.values = self.values + other.values
         self.sizes = self.sizes + other.sizes
@@ -107,6 +107,7 @@ def keep_inputs(module: nn.Module, x: Tensor) -> LayerInputs:
         kept = flat[:, columns].clone()
         return LayerInputs(kept, kept, 0)
     assert isinstance(module, RMSNorm | LayerNorm)
+    # x - mean may cancel, so its rounding is relative to |x| + |mean|.
     normalized, sizes = [], []
     for _, wide in split_wide(flat):
         mean = (
@@ -120,13 +121,16 @@ def keep_inputs(module: nn.Module, x: Tensor) -> LayerInputs:
     return LayerInputs(torch.cat(normalized), torch.cat(sizes), flat.shape[1])
 
 
-def list_added(module: nn.Module, kept: LayerInputs, of_outputs: Tensor) -> Iterator[tuple[str, Added]]:
+def list_contributions(
+    module: nn.Module, kept: LayerInputs, of_outputs: Tensor
+) -> Iterator[tuple[str, LayerContribution]]:
     """Yield the contribution of a pass to the sample of each parameter, with its attribute name.
 
     Shape: of_outputs (..., M).
     """
     flat = of_outputs.detach().reshape(-1, of_outputs.shape[-1])
     across = flat[:, _as_slice(Sample.of(flat.shape[1]).columns)].to(torch.float64)
+    # Half a unit for each of N additions over tokens, K of a norm, and 16 further roundings, in the wider dtype.
     inner = (len(flat) + kept.num_added + 16.0) * 0.5 * torch.finfo(widen(flat.dtype)).eps
     if getattr(module, "bias", None) is not None:
         yield "bias", _round(across.sum(dim=0), across.abs().sum(dim=0), inner, flat.dtype)
@@ -136,17 +140,19 @@ def list_added(module: nn.Module, kept: LayerInputs, of_outputs: Tensor) -> Iter
             # Kernels may accumulate parts of a product in its own dtype.
             inner += torch.finfo(flat.dtype).eps
         columns, sizes = kept.columns.to(torch.float64), kept.sizes.to(torch.float64)
+        # (rows, N) @ (N, columns); the sizes bound the cancellation of each sum.
         yield "weight", _round(rows @ columns, rows.abs() @ sizes.abs(), inner, flat.dtype)
     else:
         total, sizes = across * kept.columns, across.abs() * kept.sizes
         yield "weight", _round(total.sum(dim=0), sizes.sum(dim=0), inner, flat.dtype)
 
 
-def _round(values: Tensor, sizes: Tensor, inner: float, dtype: torch.dtype) -> Added:
+def _round(values: Tensor, sizes: Tensor, inner: float, dtype: torch.dtype) -> LayerContribution:
     last = torch.finfo(dtype)
+    # The result is rounded once more, to the dtype of the layer. `tiny` covers underflow.
     allowed = inner * sizes + 0.5 * last.eps * values.abs() + last.tiny
     rows = values.reshape(-1, values.shape[-1])
-    return Added(rows, rows.abs(), allowed.reshape(rows.shape))
+    return LayerContribution(rows, rows.abs(), allowed.reshape(rows.shape))
 
 
 def _spread(length: int, most: int) -> range:

@@ -1,4 +1,4 @@
-"""Gradients of parameters, summed again from the contributions of all ranks' calls of modules.
+"""Gradients of parameters, recomputed as sums over all ranks' calls of modules.
 
 Each rank replays its calls of a module with one device's module (`module_replay`). It keeps a sample of their
 contributions to the gradients of the module's parameters, in the precision of the recipe and in float64. The
@@ -19,7 +19,7 @@ from moeverify.parallel.regions.region import Region
 from moeverify.verification.checks.module_replay import ModuleCall, Obstacle, Widen, require_tokens, run
 
 MOST_SAMPLED = 1 << 11
-"""Maximum number of elements of a parameter that are summed again."""
+"""Maximum number of elements that are recomputed per parameter."""
 
 
 _MOST_OFF = 0.05  # of a scale; the next simple one is much further away for a few ranks
@@ -75,7 +75,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class SumComparison:
-    """A gradient beside its sum: relative errors of the ranks and of one device, and the worst holder."""
+    """A gradient and its recomputed sum: relative errors of the ranks and of one device, and the worst rank."""
 
     error: float
     rounding: float
@@ -87,6 +87,7 @@ def hold(local: Tensor, region: Region) -> Held:
     """Return the sampled elements of a rank's shard of a gradient."""
     stride = find_stride(torch.Size(region.shape).numel())
     index = region.flat_index(device=local.device).reshape(-1)
+    # The elements that `_sample` takes of a whole gradient.
     chosen = index % stride == 0
     values = local.detach().reshape(-1)[chosen]
     return Held((index[chosen] // stride).cpu(), values.to("cpu", torch.float64))
@@ -187,7 +188,7 @@ def _choose(owners: set[str], known: Collection[str]) -> set[str]:
 
 
 def compare_sums(of_ranks: Sequence[StepSums]) -> dict[str, SumComparison]:
-    """Return each gradient of a step that the ranks together can sum again, beside its sum."""
+    """Compare each gradient of a step with its recomputed sum, if the ranks know all contributions."""
     names = dict.fromkeys(name for each in of_ranks for name in each.held)
     sums = {name: each for name in names if (each := _sum_up(of_ranks, name)) is not None}
     if any(each.is_scaled for each in of_ranks):
@@ -204,6 +205,7 @@ def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, ContributionSamp
             wide = each.wide[held.places]
             if bool(wide.any()):
                 ratios.append(float(held.values @ wide / (wide @ wide)))
+    # The median leaves out gradients that are wrong for another reason.
     middle = statistics.median(ratios) if ratios else 1.0
     for number in range(1, len(of_ranks) + 1):
         for scale in (float(number), 1.0 / number):
@@ -213,9 +215,10 @@ def _fit_scale(of_ranks: Sequence[StepSums], sums: Mapping[str, ContributionSamp
 
 
 def _compare(of_ranks: Sequence[StepSums], name: str, sums: ContributionSamples) -> SumComparison:
-    """Return a gradient beside its sum, which is not zero."""
+    """Compare a gradient with its recomputed sum, which must not be zero."""
     norm = float(sums.wide.norm())
     errors = [_measure(each.held.get(name, ()), sums.wide) for each in of_ranks]
+    # Several ranks may hold an element: the mean of their squared errors counts.
     count, total = torch.zeros_like(sums.wide), torch.zeros_like(sums.wide)
     for held in (part for each in of_ranks for part in each.held.get(name, ())):
         count[held.places] += 1.0

@@ -53,7 +53,7 @@ class ModuleCall:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One tensor of a rank beside the replayed ones.
+    """One tensor of a rank compared with the replayed ones.
 
     `end` is `output` or `gradient of its input`. `error` and `rounding` are relative to the norm of the
     float64 result, without the rows that made another choice. `rounding` is the error of one device's module.
@@ -199,7 +199,7 @@ def _adds(found: dict[str, Tensor], slots: Sequence[str | None]) -> Callable[...
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return the value with its members changed. Objects of a user's classes stay, as their identity counts."""
+    """Return the value with `change` applied to its members. Objects of a user's classes are members themselves."""
     if type(value) in (tuple, list):
         return type(value)(_map(change, each) for each in value)
     if type(value) is dict:
@@ -223,7 +223,7 @@ def _keep(found: dict[str, Tensor], slot: str) -> Callable[[Tensor], None]:
 
 
 def _copy(value: Any) -> Any:
-    """Return the values of a tensor as a plain tensor; a tensor divided by features or summed in parts stays."""
+    """Return a copy of a tensor: plain, unless a DTensor is partial or sharded over another dim than its rows."""
     if not isinstance(value, Tensor):
         return value
     local = value.detach()
@@ -235,7 +235,7 @@ def _copy(value: Any) -> Any:
 
 
 class Obstacle(Exception):
-    """Why a module cannot be replayed; the text is a reason after its name."""
+    """Reason why a module cannot be replayed; the text follows the name of the module."""
 
 
 def choose_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -304,8 +304,8 @@ def replay(
 def mixes_positions(call: ModuleCall, module: nn.Module, tokens: tuple[int, int], unit: float) -> bool:
     """Return whether the outputs of one device's module at a position depend on other positions.
 
-    Each half of the positions is run alone. A module that does not run so, or returns something else than
-    tokens, counts as one that mixes them.
+    Runs each half of the positions alone. A module mixes positions also if it fails on a half, or returns no
+    tokens.
     """
     positions = tokens[1]
     middle = positions // 2

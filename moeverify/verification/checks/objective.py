@@ -269,6 +269,7 @@ def _compute_losses(
         found |= {name: each for name, each in ((Z, z), (BALANCE, balance)) if each is not None}
     if len(found) == (1 if model.moe is None else 3):
         total = sum(value for value, _ in found.values())
+        # The losses are positive, so their absolute errors add up.
         error = sum(value * bound for value, bound in found.values())
         found[TOTAL] = total, error / total + 4.0 * max(each.eps for each in of_step)
     return found

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from moeverify.parallel.regions.passes import is_in_backward
 from moeverify.train.pass_mode import PassMode
 
+# Functions that compute no number: each element of their result is an element of an input, or a constant.
 _MOVING = frozenset(
     {"bfloat16", "copy", "double", "float", "get", "half", "set", "to", "type", "type_as"}
     | {"broadcast_to", "cat", "chunk", "clone", "concat", "concatenate", "contiguous", "detach", "embedding"}
@@ -26,7 +27,6 @@ _MOVING = frozenset(
     | {"tile", "transpose", "tril", "triu", "unbind", "unflatten", "unsqueeze", "view", "view_as", "vstack"}
     | {"where"}
 )
-"""Functions that compute no number: each element of their result is an element of an input, or a constant."""
 
 Note = Callable[[str | None, str, torch.dtype], None]
 """Takes the FQN of the innermost module, or None outside of all, the name of an operator and its dtype."""

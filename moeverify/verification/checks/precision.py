@@ -40,6 +40,7 @@ WHOLE = "the model"
 _T = TypeVar("_T")
 
 
+# Uses from cause to effect: narrow weights make the outputs, gradients and moments narrow.
 _ORDER = (
     DtypeUse.WEIGHT,
     DtypeUse.COMPUTES,
@@ -50,7 +51,6 @@ _ORDER = (
     DtypeUse.OPTIMIZER_STATE,
     DtypeUse.REDUCES,
 )
-"""Uses from cause to effect: narrow weights make the outputs, gradients and moments narrow."""
 
 _OF_MODULES = (DtypeUse.RESIDUAL, DtypeUse.OUTPUT, DtypeUse.OPERATOR)
 

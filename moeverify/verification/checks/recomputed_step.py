@@ -21,8 +21,8 @@ from moeverify.verification.checks.step_rounding import OWN, DtypeRounding, Inex
 from moeverify.verification.compare.assembled import Key
 from moeverify.verification.compare.difference import find_worst
 
+# Maximum number of elements measured together: 16 MiB per float64 vector. A single result may exceed it.
 _TOGETHER = 1 << 21
-"""Maximum number of elements measured together: 16 MiB per float64 vector. A single result may exceed it."""
 
 _SUMS = 1e-12  # relative error of sums of squares, and of differences between them
 
@@ -152,7 +152,7 @@ class _Result:
     actual: Tensor
 
     @property
-    def alike(self) -> object:
+    def group_key(self) -> object:
         """Return the group key of results that can be measured together."""
         return frozenset(self.members[0].dtypes), self.actual.device, len(self.recomputed.terms)
 
@@ -177,7 +177,7 @@ def _list_results(
 def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> Iterator[RecomputedBatch]:
     """Yield a batch for each result, in order."""
     measured: dict[int, Tensor] = {}
-    for together in _join_alike(results):
+    for together in _group_results(results):
         some = [results[place] for place in together]
         rows = torch.split(_measure(some), [len(each.members) for each in some])
         measured |= dict(zip(together, rows, strict=True))
@@ -188,14 +188,14 @@ def _measure_all(results: Sequence[_Result], step: int, clip: Tensor | None) -> 
         yield RecomputedBatch(step, clip, each.members, name, terms, numbers, narrower)
 
 
-def _join_alike(results: Sequence[_Result]) -> Iterator[list[int]]:
+def _group_results(results: Sequence[_Result]) -> Iterator[list[int]]:
     """Yield the indices of results to measure together: equal in kind, at most `_TOGETHER` elements."""
     places: dict[object, list[int]] = {}
     for place, each in enumerate(results):
-        places.setdefault(each.alike, []).append(place)
-    for alike in places.values():
+        places.setdefault(each.group_key, []).append(place)
+    for equal in places.values():
         some, num_elements = list[int](), 0
-        for place in alike:
+        for place in equal:
             size = len(results[place].actual)
             if some and num_elements + size > _TOGETHER:
                 yield some

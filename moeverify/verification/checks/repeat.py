@@ -51,7 +51,7 @@ class BitRecorder:
             yield key, None if empty else next(values)
 
 
-def find_other_bits(entries: Sequence[ComparedShard], bits: Sequence[tuple[Key, int | None]]) -> list[Key]:
+def find_changed_bits(entries: Sequence[ComparedShard], bits: Sequence[tuple[Key, int | None]]) -> list[Key]:
     """Return the keys of one rank's tensors whose bits differ in another run with the same order."""
     return [
         key
@@ -80,7 +80,7 @@ class _SecondRun(Watch[list[Key]]):
         recorder = BitRecorder()
         self._run.train_again(recorder, self._num_steps)
         before = [entry for entry in self._run.entries() if entry.step < self._num_steps]
-        return find_other_bits(before, list(recorder.hashes()))
+        return find_changed_bits(before, list(recorder.hashes()))
 
 
 class Repeat(Check[list[Key]]):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from moeverify.results.checks import CheckName, Kind
 from moeverify.verification.checks.base import Check, CheckOutcome, RankLoad, ShownTensors, make_outcome
-from moeverify.verification.checks.repeat import find_other_bits, make_findings
+from moeverify.verification.checks.repeat import find_changed_bits, make_findings
 from moeverify.verification.compare.assembled import Key
 
 
@@ -25,7 +25,7 @@ class Resumed(Check[list[Key]]):
         after = [entry for entry in load.entries if entry.kind != Kind.LOADED]
         if len(load.uninterrupted) != len(after):
             return [(-1, "step", "number of steps")]
-        return find_other_bits(after, load.uninterrupted)
+        return find_changed_bits(after, load.uninterrupted)
 
     def judge(self, shown: ShownTensors, reports: Sequence[list[Key]]) -> CheckOutcome | None:
         """Return the verdict, with a finding for each tensor whose bits differ; see `Check`."""

@@ -126,12 +126,12 @@ def count_wrong(
     # Two exchanged scores are each off by at most the error of the largest. `relative` also covers the
     # rounding of the sum with the selection bias.
     largest_size = torch.maximum(scored.scores.amax(dim=-1), selection.abs().amax(dim=-1))
-    room = 2.0 * scored.relative.squeeze(-1) * largest_size
+    tolerance = 2.0 * scored.relative.squeeze(-1) * largest_size
     ids = record.ids.flatten(0, -2)[::stride]
     times = torch.ones_like(ids, dtype=selection.dtype)
     actual_choice = torch.zeros_like(selection).scatter_add(-1, ids, times)
     other = (actual_choice != chosen).any(dim=-1)
-    excess = torch.where(other, margin / room, 0.0)
+    excess = torch.where(other, margin / tolerance, 0.0)
 
     used = routing.ids.flatten(0, -2)[::stride]
     weights = _weigh(spec, scored, used)
@@ -154,6 +154,7 @@ def _weigh(spec: MoE, scored: Scored, used: Tensor) -> Tensor:
     """Return the weights (N, k) of the experts `used` (N, k) by the recipe."""
     weights = scored.scores.gather(-1, used)
     if spec.renormalize:
+        # 1e-20 as in the router: without it, underflow of all chosen scores would give 0 / 0.
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * spec.route_scale
 

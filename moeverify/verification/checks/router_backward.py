@@ -65,12 +65,15 @@ def measure_backward(inputs: RouterInputs, actual: Tensor) -> Tensor:
     """
     parts, allowed = _recompute(inputs)
     wide = actual.to(torch.float64)
+    # Half a unit in the last place of each element. frexp returns mantissas in [0.5, 1).
     power = torch.ldexp(torch.ones_like(wide), torch.frexp(wide).exponent - 1)
     half = 0.5 * torch.finfo(actual.dtype).eps * torch.where(wide == 0.0, 0.0, power)
     flat = torch.stack([part.flatten() for part in parts])
+    # A uniform error of at most h has the variance h^2 / 3.
     variance = half.flatten().square() / 3.0 + allowed.flatten().square()
     left = (wide - sum(times * part for (_, times), part in zip(PARTS, parts, strict=True))).abs()
     ratio = (left / (half + allowed + torch.finfo(actual.dtype).tiny)).nan_to_num(torch.inf).amax()
+    # The normal equations of the fit, and the covariance of their right side.
     gram, noise = flat @ flat.T, (flat * variance) @ flat.T
     products = (flat @ wide.flatten()).unsqueeze(1)
     rows = torch.cat([gram, noise, products], dim=1)
@@ -116,6 +119,7 @@ class RouterFit:
         found: list[tuple[float, float] | None] = [None] * num_parts
         for place, number in enumerate(used):
             found[number] = float(values[place]), float(errors[place])
+        # |actual - parts @ values|^2, from the sums alone.
         left = total - 2.0 * float(values @ products[used]) + float(values @ gram[used][:, used] @ values)
         return cls(tuple(found), ratio, left <= 4.0 * allowed + _SUMMED * total)
 
@@ -126,6 +130,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
     parts = torch.zeros(len(PARTS), *weight.shape, dtype=torch.float64, device=weight.device)
     allowed = torch.zeros_like(parts[0])
     unit = 0.5 * torch.finfo(widen(inputs.x.dtype)).eps
+    # Single operators, sums over E experts, and sums over N tokens in blocks, whose errors add like a random walk.
     rounding = unit * (16.0 + 2.0 * weight.shape[0] + 4.0 * len(inputs.x) ** 0.5)
     tensors = (inputs.x, inputs.valid, inputs.ids, inputs.of_weights, inputs.of_probabilities)
     for x, valid, ids, of_weights, of_probabilities in split_passes(weight.shape[0], *tensors):
@@ -135,6 +140,7 @@ def _recompute(inputs: RouterInputs) -> tuple[Tensor, Tensor]:
         through_sum = _balance(inputs.spec, scored.scores, of_probabilities.to(torch.float64))
         combine, size = _through_scores(inputs.spec, scored.scores, *through_weights)
         balance, balance_size = _through_scores(inputs.spec, scored.scores, *through_sum)
+        # The derivative of logsumexp^2 is 2 * logsumexp * softmax.
         z = (
             2.0
             * scored.logits.logsumexp(-1, keepdim=True)
@@ -176,8 +182,10 @@ def _balance(spec: MoE, scores: Tensor, of_probabilities: Tensor) -> tuple[Tenso
 def _through_scores(spec: MoE, scores: Tensor, gradient: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradient of the logits (N, E) from the scores' gradient, and its absolute terms summed."""
     if spec.score == "sigmoid":
+        # The slope is at most the score, which bounds the sizes.
         slope = scores * (1.0 - scores)
         return gradient * slope, size * scores
+    # Softmax: p * (g - sum of g * p).
     inner = (gradient * scores).sum(dim=-1, keepdim=True)
     outer = (size * scores).sum(dim=-1, keepdim=True)
     return scores * (gradient - inner), scores * (size + outer)

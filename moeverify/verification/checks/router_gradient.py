@@ -318,6 +318,7 @@ def _measure_losses(
             bound = _ROUNDINGS * seen.unit
             if moe.z_coef and seen.counts:
                 for value in seen.z or [0.0]:
+                    # The gradient of the sum of z is z_coef / num_valid on every rank.
                     factor = value * num_valid / moe.z_coef
                     yield "z", _Measured(rank, name, abs(factor - 1.0), bound, factor)
             share = shares[name]
@@ -328,6 +329,7 @@ def _measure_losses(
                 seen.balance or {row: torch.zeros(moe.num_experts) for row in seen.counts}
             ).items():
                 key = row if moe.balance_scope == "sequence" else 0
+                # The derivative of the balance loss by a token's probabilities; see `moeverify.train.objective`.
                 divisor = wanted[key] * len(wanted)
                 expected = weight * share[key] / divisor
                 error = float((actual - expected).norm() / expected.norm())
@@ -368,6 +370,7 @@ def _find_factor(actual: Tensor, expected: Tensor) -> float | None:
     """Return the multiple of the expected gradient (E) that the actual one is, or None."""
     actual = actual.to(torch.float64)
     factor = float(actual @ expected / (expected @ expected))
+    # A multiple leaves the rounding of float32, which is far below 1e-5.
     left = float((actual - factor * expected).norm())
     return factor if left <= 1e-5 * float(actual.norm()) else None
 

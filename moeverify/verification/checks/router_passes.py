@@ -107,11 +107,14 @@ def find_lengths(recipe: Recipe, step: int) -> Tensor:
 
 
 def list_scopes(moe: MoE, lengths: Tensor) -> dict[int, float]:
-    """Return the valid tokens of each scope of the balance loss: each row, or key 0 for the whole batch."""
+    """Return the valid tokens of each scope of the balance loss: each row, or key 0 for the whole batch.
+
+    Shape: lengths (B).
+    """
     return dict(enumerate(lengths.tolist())) if moe.balance_scope == "sequence" else {0: float(lengths.sum())}
 
 
 def count_times(num_seen: float, num_valid: float) -> float | None:
-    """Return how often each valid token was seen; None if not an integer of at least 1."""
+    """Return how often each valid token was seen: `count_times(12, 4)` is 3; None if not an integer of at least 1."""
     times = num_seen / num_valid
     return times if times >= 1.0 and times == round(times) else None

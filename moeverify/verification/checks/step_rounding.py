@@ -79,6 +79,7 @@ class DtypeRounding:
         """Return the rounding of the coarsest dtype."""
         infos = [torch.finfo(dtype) for dtype in dtypes]
         unit = 0.5 * max(info.eps for info in infos)
+        # Kernels compute with 16-bit tensors in float32.
         arithmetic = min(unit, 0.5 * torch.finfo(torch.float32).eps)
         (dtype,) = dtypes if len(dtypes) == 1 else (None,)
         return cls(unit, max(info.tiny for info in infos), arithmetic, dtype)

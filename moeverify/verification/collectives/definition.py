@@ -59,8 +59,8 @@ def define_transfer(collective: CollectiveName, sizes: Sizes, source: int = 0) -
     )
 
 
+# Parts of the inputs, outputs and input gradients, by rank.
 _Defined = tuple[list[Parts], list[Parts], list[Parts]]
-"""Parts of the inputs, outputs and input gradients, by rank."""
 
 
 def _exchange(sizes: Sizes, source: int) -> _Defined:

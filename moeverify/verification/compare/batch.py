@@ -25,13 +25,13 @@ from moeverify.verification.compare.difference import (
 )
 
 # Above _SMALL elements the work outweighs the cost of a call. Many smaller tensors fit into a buffer of
-# _ROOM elements, which fits into a processor's cache.
-_SMALL, _ROOM = 1 << 9, 1 << 15
+# _BUFFER_SIZE elements, which fits into a processor's cache.
+_SMALL, _BUFFER_SIZE = 1 << 9, 1 << 15
 
 
 _Each = TypeVar("_Each")
+# Number of elements, dtype, device, and further properties that tensors must share to be copied together.
 _Like = tuple[int, torch.dtype, torch.device, object]
-"""Number of elements, dtype, device, and further properties that tensors must share to be copied together."""
 
 
 class Differences:
@@ -39,7 +39,7 @@ class Differences:
 
     def __init__(self) -> None:
         self._rows = _OrderedResults()
-        self._rooms: dict[torch.device, _Room] = {}
+        self._buffers: dict[torch.device, _SmallTensorBuffer] = {}
 
     def add(self, expected: Tensor | None, actual: Tensor) -> None:
         """Add a pair of equal shape; `expected` None means zeros.
@@ -51,7 +51,7 @@ class Differences:
         self.add_all([(expected, actual)])
 
     def add_all(self, pairs: Sequence[tuple[Tensor | None, Tensor]]) -> None:
-        """Add pairs as `add` does; consecutive pairs of the same small size need only a few calls."""
+        """Add pairs, and raise errors, as `add` does; consecutive pairs of the same small size need a few calls."""
         for some in _divide(pairs, _describe_pair):
             expected, actual = some[0]
             if expected is not None and expected.shape != actual.shape:
@@ -60,10 +60,12 @@ class Differences:
             if size == 0 or size > _SMALL:
                 self._rows.put(measure(torch.zeros_like(actual) if expected is None else expected, actual))
                 continue
-            room = self._rooms.get(actual.device)
-            if room is None:
-                room = self._rooms[actual.device] = _Room(actual.device, torch.float64, 2, _measure_many)
-            data = room.take(size, len(some), self._rows)
+            buffer = self._buffers.get(actual.device)
+            if buffer is None:
+                buffer = self._buffers[actual.device] = _SmallTensorBuffer(
+                    actual.device, torch.float64, 2, _measure_many
+                )
+            data = buffer.take(size, len(some), self._rows)
             values = [one for one, _ in some if one is not None]
             if values:
                 data[0].copy_(_stack(values))
@@ -73,7 +75,7 @@ class Differences:
 
     def rows(self) -> Tensor:
         """Return (N, NUM_STATISTICS) float64 on the CPU, one row per pair in the order of `add`."""
-        return self._rows.all(self._rooms.values(), (NUM_STATISTICS,), torch.float64)
+        return self._rows.all(self._buffers.values(), (NUM_STATISTICS,), torch.float64)
 
 
 class BitFingerprints:
@@ -81,7 +83,7 @@ class BitFingerprints:
 
     def __init__(self) -> None:
         self._rows = _OrderedResults()
-        self._rooms: dict[torch.device, _Room] = {}
+        self._buffers: dict[torch.device, _SmallTensorBuffer] = {}
 
     def add(self, local: Tensor) -> None:
         """Add a tensor. Later changes of it have no effect."""
@@ -95,18 +97,20 @@ class BitFingerprints:
             if size == 0 or size > _SMALL:
                 self._rows.put(fingerprint_bits(local))
                 continue
-            room = self._rooms.get(local.device)
-            if room is None:
-                room = self._rooms[local.device] = _Room(local.device, torch.int64, 1, _hash_many)
+            buffer = self._buffers.get(local.device)
+            if buffer is None:
+                buffer = self._buffers[local.device] = _SmallTensorBuffer(
+                    local.device, torch.int64, 1, _hash_many
+                )
             words, rest = rows_as_words(_stack(some))
             num_words = words.shape[1]
-            [data] = room.take(num_words + rest.shape[1], len(some), self._rows)
+            [data] = buffer.take(num_words + rest.shape[1], len(some), self._rows)
             data[:, :num_words].copy_(words)
             data[:, num_words:].copy_(rest)
 
     def values(self) -> Tensor:
         """Return (N,) int64 on the CPU, one hash per tensor in the order of `add`."""
-        return self._rows.all(self._rooms.values(), (), torch.int64)
+        return self._rows.all(self._buffers.values(), (), torch.int64)
 
 
 class _OrderedResults:
@@ -128,16 +132,16 @@ class _OrderedResults:
         self._numbers += numbers
         self._found.append(rows)
 
-    def all(self, rooms: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        for room in rooms:  # type: ignore[attr-defined]
-            room.empty(self)
+    def all(self, buffers: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        for buffer in buffers:  # type: ignore[attr-defined]
+            buffer.empty(self)
         rows = torch.empty((self._num_rows, *shape), dtype=dtype)
         if self._found:
             rows[torch.tensor(self._numbers)] = torch.cat([found.cpu() for found in self._found])
         return rows
 
 
-class _Room:
+class _SmallTensorBuffer:
     """A buffer in which small tensors of one device wait until it is full."""
 
     def __init__(
@@ -147,7 +151,7 @@ class _Room:
         num_rows: int,
         work: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
-        self.data = torch.empty((num_rows, _ROOM), dtype=dtype, device=device)
+        self.data = torch.empty((num_rows, _BUFFER_SIZE), dtype=dtype, device=device)
         self._work = work
         self._numbers: list[int] = []
         self._sizes: list[int] = []
@@ -155,7 +159,7 @@ class _Room:
 
     def take(self, size: int, count: int, rows: _OrderedResults) -> Tensor:
         """Return writable space for `count` tensors of `size` elements: (num_rows, count, size)."""
-        if self._used + size * count > _ROOM:
+        if self._used + size * count > _BUFFER_SIZE:
             self.empty(rows)
         start = self._used
         self._used += size * count
@@ -171,9 +175,9 @@ class _Room:
 
 
 def _divide(tensors: Sequence[_Each], describe: Callable[[_Each], _Like]) -> Iterator[list[_Each]]:
-    """Yield runs of consecutive tensors that are alike: as many small ones as fit a room, or one large one."""
+    """Yield runs of consecutive tensors that are alike: as many small ones as fit a buffer, or one large one."""
     for (size, *_), alike in groupby(tensors, describe):
-        most = _ROOM // size if 0 < size <= _SMALL else 1
+        most = _BUFFER_SIZE // size if 0 < size <= _SMALL else 1
         members = list(alike)
         for start in range(0, len(members), most):
             yield members[start : start + most]

@@ -22,7 +22,7 @@ class ExpectedValues(Protocol):
     """A source of expected values: a stored golden, or any other object that reads regions."""
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor on the CPU, or None if the tensor does not exist.
+        """Return a region (`region.local_shape`) of a logical tensor on the CPU; None if the tensor does not exist.
 
         With runs on GPUs, another thread calls this method too.
         """
@@ -129,13 +129,13 @@ def _choose_measurer(device: torch.device, hash_bits: bool) -> _Measurer:
         from moeverify.verification.compare.gpu.async_compare import AsyncComparison
 
         return AsyncComparison(device)  # hashes are almost free there
-    return _AtOnce(hash_bits)
+    return _ImmediateComparison(hash_bits)
 
 
 _TOGETHER = 64  # number of expected shards that are read before a comparison
 
 
-class _AtOnce:
+class _ImmediateComparison:
     """Compares each shard when it is added, and scalars such as step counters at the end.
 
     With training on a GPU, these scalars are the only CPU tensors. Reading the expected value of each one

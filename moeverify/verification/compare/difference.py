@@ -166,10 +166,12 @@ def find_worst(values: Tensor, sizes: Tensor) -> Tensor:
     `sizes` (N,) are the lengths of the segments. NaN counts as the largest value. Shape: (N,) int64. The
     function does not synchronize with a GPU, so it does not check that the sizes add up to M.
     """
+    # NaN fails the comparison, and becomes the largest value.
     rated = torch.where(values <= LARGEST, values, torch.inf)
     largest = torch.segment_reduce(rated, "max", lengths=sizes, unsafe=True)
     largest = largest.repeat_interleave(sizes, output_size=len(values))
     place = torch.arange(len(values), device=values.device)
+    # segment_reduce takes no integers; places are exact in float64 up to 2**53.
     behind = torch.where(rated == largest, place, len(values)).to(torch.float64)
     return torch.segment_reduce(behind, "min", lengths=sizes, unsafe=True).to(torch.int64)
 
@@ -183,6 +185,7 @@ def merge_rows(numbers: Tensor, rows: Tensor, count: int) -> Tensor:
     merged = torch.zeros((count, NUM_STATISTICS), dtype=torch.float64)
     if not len(numbers):
         return merged
+    # Stable, so that the parts of a tensor are added in the same order in every run.
     order = torch.argsort(numbers, stable=True)
     rows = rows[order]
     present, sizes = torch.unique_consecutive(numbers[order], return_counts=True)
@@ -206,6 +209,7 @@ def fingerprint_bits(local: Tensor) -> Tensor:
         return hash_kernel.hash_words(words, rest)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     size = _chunk_size(words)
+    # Keys of the first chunk; a later one only adds that of its start, in wrapping arithmetic.
     places = torch.arange(min(size, words.numel()), device=words.device).mul_(STRIDE)
     for start in range(0, words.numel(), size):
         part = words[start : start + size]

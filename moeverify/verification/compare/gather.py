@@ -23,7 +23,7 @@ def gather_on_first(value: T) -> list[T] | None:
 
 
 def gather_on_all(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order; the own one alone without a process group.
+    """Return the values of all ranks, in rank order; without a process group, only the own value.
 
     This is a collective: all ranks of the default process group must call it. The value must be picklable.
     """

@@ -1,1 +1,1 @@
-"""The controller process: plans jobs, starts ranks, and reports verdicts. Does not import torch."""
+"""The controller process: plans jobs, starts ranks, and reports verdicts. No torch."""

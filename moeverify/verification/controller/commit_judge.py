@@ -165,7 +165,10 @@ class Worktree:
             )
 
     def finish(self) -> CommitJudgement:
-        """Wait for the end of the verification, and return its judgement."""
+        """Wait for the end of the verification, and return its judgement.
+
+        Raises: CaseError when CASE selects several cases, or `moeverify run` refuses its options.
+        """
         if self.process is None:
             return CommitJudgement(verdict="skipped", reason=f"this commit has no module `{self.missing}`")
         code = self.process.wait()

@@ -39,18 +39,18 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 }
 
 
+# Verdicts that a run in a wider precision may change.
 _CONFIRMED = ("pass", "undecided")
-"""Verdicts that a run in a wider precision may change."""
 
+# Ratings of a finding; see `_rate`.
 _SURE, _ESTIMATE, _TRACED, _UNTRACED, _UPSTREAM = 5, 4, 3, 2, -1
-"""Ratings of a finding; see `_rate`."""
 
+# Causes that name a kind of operation, where others only name a place.
 _NAMING_CODES = (Cause.OPTIMIZER, Cause.ROUNDING)
-"""Causes that name a kind of operation, where others only name a place."""
 
 
+# Kinds of tensors that the optimizer step computes from the gradients.
 _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
-"""Kinds of tensors that the optimizer step computes from the gradients."""
 
 
 def change_precision(case: Case, precision: Precision) -> Case:

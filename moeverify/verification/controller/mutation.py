@@ -45,8 +45,8 @@ from moeverify.verification.jobs import CoverageJob
 
 _LONG: Mapping[str, Any] = {"batch": 4, "seq_len": 288}
 _FLOAT8: Mapping[str, Any] = {"precision": "bfloat16", "float8": "rowwise_with_gw_hp"}
+# Experts on two ranks, some of them on both.
 _PLACED = ((0, 1, 2, 3, 4, 5, 6, 7, 8), (2, 7, 8, 9, 10, 11, 12, 13, 14, 15))
-"""Experts on two ranks, some of them on both."""
 
 # Features that the layouts of the clean matrix do not cover: another attention core, tied embeddings,
 # latent attention, more micro-batches, weight decay, expert placement, all kinds of replicas, sequences
@@ -94,8 +94,8 @@ _MORE: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 # Stacks and messages contain absolute paths, which depend on the machine.
 _PARENT_FOLDER = f"{Path(__file__).resolve().parents[3]}/"
 
+# Traits of cases other than mesh axes. Code that does not implement such a trait does not need it.
 _SPECIAL = ("weight decay", "placement", "length", "precision")
-"""Traits of cases other than mesh axes. Code that does not implement such a trait does not need it."""
 
 MOST_LAYOUTS = 8
 """Maximum number of layouts under which a mutant runs before it counts as a survivor."""

@@ -15,8 +15,8 @@ from moeverify.cases.schema import Case, CustomModel
 Values = Mapping[str, Any]
 """Values of fields by dotted path, as `--set` takes them."""
 
+# The least value to which sizes above twice this are reduced: below, a permutation looks like a scale.
 _LEAST_WIDTH = 8
-"""The least value to which sizes above twice this are reduced: below, a permutation looks like a scale."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def follow_cases(
 ) -> list[RouteReport] | None:
     """Return the routing of one batch in each case, in order. Without `layer`, follow the first MoE layer.
 
-    Return None on ranks other than 0 of an external launch.
+    Return None on ranks other than 0 of an external launch. Units: `timeout` in seconds.
 
     Raises: CaseError when a case has no such layer; MachineError when the requested device does not exist.
     """

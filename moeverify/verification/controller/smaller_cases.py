@@ -32,8 +32,8 @@ from moeverify.verification.controller.search_path import examine_functions, sea
 
 _NAMES: Any = {"name": True, "file": True, "description": True, "recipe": {"name": True}}
 _REDUNDANT: Any = {**_NAMES, "recipe": {"name": True, "model": {"preset"}}}
+# Time limit of the search for the first wrong line of one case; the first place is found before it is proved.
 _LINE_SECONDS = 10.0
-"""Time limit of the search for the first wrong line of one case; the first place is found before it is proved."""
 
 _MOST_SHOWN = 3  # fields in the name of a case of the progress view
 

@@ -26,8 +26,8 @@ class Task(Generic[T]):
     judge: Callable[[JobOutcome], T]
 
 
+# Grace in seconds per second of explaining: the ranks also train and record again.
 _GRACE_SHARE = 2.0
-"""Grace in seconds per second of explaining: the ranks also train and record again."""
 
 
 def make_job(name: str, num_ranks: int, timeout: float, asked: RankJob) -> Job:

@@ -47,7 +47,7 @@ def make_sketch(kind: str, local: Tensor, region: Region) -> Tensor:
 
 
 def add_sketches(one: Tensor, two: Tensor, times: int = 1) -> Tensor:
-    """Return the sketch of one region and `times` another one. Hashes are sums of integers.
+    """Return the sketch (blocks, WIDTH) of one region and `times` another one. Hashes are sums of integers.
 
     With `times` -1, the second region is taken out of the first.
     """
@@ -59,7 +59,7 @@ def add_sketches(one: Tensor, two: Tensor, times: int = 1) -> Tensor:
 
 
 def measure_squares(expected: Tensor, actual: Tensor) -> Tensor:
-    """Return the estimated squared error of each block: exactly zero if both have a hash and it is equal."""
+    """Return the estimated squared error of each block, (blocks,): zero if both have a hash and it is equal."""
     squares = estimate_squares(expected[:, :WIDTH], actual[:, :WIDTH])
     if expected.shape[1] > WIDTH and actual.shape[1] > WIDTH:
         same = expected[:, WIDTH].contiguous().view(torch.int64) == actual[:, WIDTH].contiguous().view(

@@ -260,7 +260,7 @@ class StoredGolden:
         return self._file(step).whole(key)
 
     def read(self, step: int, kind: str, name: str, region: Region) -> Tensor | None:
-        """Return a region of a logical tensor on the CPU, or None if the golden does not store its values.
+        """Return a region (`region.local_shape`) of a tensor on the CPU; None if the golden has no values of it.
 
         A box that exceeds the stored tensor, such as one with more choices of experts, has no values either.
         """

@@ -26,11 +26,11 @@ from moeverify.model.float8 import FORMATS
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward
 
+# Operators that round nothing: each element of their result is an element of an input, or a constant.
 _COPIES = frozenset(
     {"cat", "clone", "constant_pad_nd", "embedding", "gather", "index", "index_select", "masked_fill", "max"}
     | {"min", "neg", "relu", "scatter", "slice_backward", "select_backward", "sort", "stack", "topk", "where"}
 )
-"""Operators that round nothing: each element of their result is an element of an input, or a constant."""
 
 
 class NarrowRoundings(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type it

@@ -41,21 +41,19 @@ from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
 from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
 
+# The least error that moved roundings of float32 can cause; below it a tensor does not depend on them.
 _NARROW_FLOOR = 1e-12
-"""The least error that moved roundings of float32 can cause; below it a tensor does not depend on them."""
 
 _OF_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE)
 
+# Relative change of each initial weight: one unit of its dtype.
+# A forward pass in mixed precision rounds weights to bfloat16 and would not see a unit of float32: the run
+# would repeat the plain one, and the noise would be that of a single run. With a quarter of a unit of bfloat16
+# many weights, and all values after them, are rounded anew.
 _NUDGE: Mapping[Precision, float] = {**EPSILON, "mixed": 2.0**-9}
-"""Relative change of each initial weight: one unit of its dtype.
 
-A forward pass in mixed precision rounds weights to bfloat16 and would not see a unit of float32: the run would
-repeat the plain one, and the noise would be that of a single run. With a quarter of a unit of bfloat16 many
-weights, and all values after them, are rounded anew.
-"""
-
+# Runs with moved roundings. Their errors are added: one run may change a single number by almost nothing.
 _MOVED_RUNS = 3
-"""Runs with moved roundings. Their errors are added: one run may change a single number by almost nothing."""
 
 
 def calibrate(

@@ -20,8 +20,8 @@ from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.operator_calls import OperatorCalls, find_user_line
 
+# Kinds of tensors that training needs finite, in the order in which a step computes them.
 _KINDS = (Kind.LOSS, Kind.GRADIENT, Kind.UPDATE)
-"""Kinds of tensors that training needs finite, in the order in which a step computes them."""
 
 
 class _Found(Exception):

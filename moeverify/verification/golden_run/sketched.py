@@ -21,11 +21,9 @@ from moeverify.verification.golden_run.streamed_unit import Numerics
 from moeverify.verification.golden_run.summary import summarize
 from moeverify.verification.golden_run.update_noise import is_adaptive
 
+# Noise of an update by an adaptive optimizer, which may change the sign of any element.
+# The comparison of such updates decides nothing. The check that computes steps again decides them.
 _UNKNOWN = 1.0
-"""Noise of an update by an adaptive optimizer, which may change the sign of any element.
-
-The comparison of such updates decides nothing. The check that computes steps again decides them.
-"""
 
 
 def measure_streamed_noise(

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 _LIMITS = ("timeout", "join_timeout", "close_timeout", "heartbeat", "read_timeout")
+# Limits of the rendezvous in seconds: the controller, whose clock may be slower, ends a launch much earlier.
 _PATIENT = {**dict.fromkeys(_LIMITS, 7 * 86400), "keep_alive_max_attempt": 100_000}
-"""Limits of the rendezvous in seconds: the controller, whose clock may be slower, ends a launch much earlier."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

@@ -113,8 +113,8 @@ class MeshCaches:
         gc.collect()
 
 
+# Name of a mesh dim, and the ranks of this rank's group along it.
 _Part = tuple[str | None, tuple[int, ...]]
-"""Name of a mesh dim, and the ranks of this rank's group along it."""
 
 
 def _name_parts(mesh: DeviceMesh) -> Iterator[tuple[_Part, str | None]]:

@@ -44,13 +44,13 @@ _POLL = 0.05
 _PER_SECOND = 1000  # the store counts whole numbers
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
+# Name of the job in which ranks of this launcher were lost, if any. No further job runs in this process.
 _LOST_IN: list[str] = []
-"""Name of the job in which ranks of this launcher were lost, if any. No further job runs in this process."""
 
 OnEvent = Callable[[LaunchEvent], None]
 
+# Stores kept until the process ends: a peer may have reconnected to the server behind one.
 _STORES: list[Any] = []
-"""Stores kept until the process ends: a peer may have reconnected to the server behind one."""
 
 
 def serve_external(
@@ -155,7 +155,10 @@ class _Session:
         self._not_counted = 0.0  # time that the clock had not counted when the job began
 
     def run(self, run_job: RunJob, on_event: OnEvent) -> Generator[JobOutcome]:
-        """Run all jobs in a thread and yield their outcomes as they arrive."""
+        """Run all jobs in a thread and yield their outcomes as they arrive.
+
+        Raises: the error that ended the thread, if one did.
+        """
         thread = threading.Thread(target=self._serve, args=(run_job,), name="moeverify-jobs", daemon=True)
         thread.start()
         while (news := self._news.get()) is not None:

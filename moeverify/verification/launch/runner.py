@@ -25,8 +25,8 @@ from moeverify.verification.launch.plan import Backend, Device, Job
 from moeverify.verification.launch.watchdog import Watchdog
 
 _UP_POLL = timedelta(seconds=10)
+# Timeout of process groups. The watchdog, whose clock may be slower, ends a job much earlier with a report.
 _GROUP_LIMIT = timedelta(days=7)
-"""Timeout of process groups. The watchdog, whose clock may be slower, ends a job much earlier with a report."""
 
 _FEW_COLLECTIONS = 20_000
 

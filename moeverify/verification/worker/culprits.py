@@ -34,18 +34,18 @@ from moeverify.verification.launch.single_rank_world import single_rank_world
 from moeverify.verification.worker.operators import keep_operators
 from moeverify.verification.worker.recorded import record_one_device, record_ranks
 
+# Finding codes that only name a part of the step. The first wrong operation knows it better.
 _PHASES = (Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER)
-"""Finding codes that only name a part of the step. The first wrong operation knows it better."""
 
+# Finding codes that are kept, since they say more than the kind of the wrong operation.
 _KEPT = (Cause.NORM, Cause.REPLICAS)
-"""Finding codes that are kept, since they say more than the kind of the wrong operation."""
 
 
+# Share of the time left for the search behind a measured factor, which stays the cause if no line is found.
 _MEASURED_SHARE = 0.25
-"""Share of the time left for the search behind a measured factor, which stays the cause if no line is found."""
 
+# Mechanisms that lead, since findings of the same bug name at most the module.
 _LEADING = ("race", "overwritten", "dtype")
-"""Mechanisms that lead, since findings of the same bug name at most the module."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class DifferingStop:
 
     @property
     def _is_over(self) -> bool:
-        """Whether this rank has issued its last collective of the group while other ranks issue more."""
+        """Return whether this rank has issued its last collective of the group while other ranks issue more."""
         return self._is_member and self._num_issued >= self._last < self._facts.number
 
     def _look(self, collective: Collective, frame: FrameType | None, operands: Any) -> None:

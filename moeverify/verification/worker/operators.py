@@ -19,11 +19,11 @@ from moeverify.explain.program import Program
 from moeverify.report.operator_file import write
 from moeverify.results.operator_table import Compared, OperatorTable
 
+# Fraction of the comparison's time for look-ups by content, which find values elsewhere in the program.
 _LOOK_UP_SHARE = 0.5
-"""Fraction of the comparison's time for look-ups by content, which find values elsewhere in the program."""
 
+# Time limit of the operator comparison as a fraction of the time limit of the search for causes.
 _SHARE = 0.5
-"""Time limit of the operator comparison as a fraction of the time limit of the search for causes."""
 
 _BOUND = 1e-8
 

@@ -50,11 +50,11 @@ from moeverify.verification.worker.observed import list_coordinates
 from moeverify.verification.worker.reload import explain_load
 from moeverify.verification.worker.verify import Reports, judge_all, list_names, list_numbers
 
+# Added to the seed of the model that loads, so that parts that are not loaded differ.
 _OTHER_SEED = 1 << 20
-"""Added to the seed of the model that loads, so that parts that are not loaded differ."""
 
+# Number of bytes that rank 0 gathers at a time; one collective per tensor would be slower than training.
 _BATCH_BYTES = 1 << 26
-"""Number of bytes that rank 0 gathers at a time; one collective per tensor would be slower than training."""
 
 SCALAR = Region.whole(())
 

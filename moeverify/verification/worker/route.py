@@ -286,8 +286,8 @@ def _list_once(ranks: Sequence[_Sighting]) -> dict[int, list[_Token]]:
     return owned
 
 
+# List of (rank of the token, token, expert that it chose, rank that computed it or None).
 _Routes = list[tuple[int, _Token, int, int | None]]
-"""List of (rank of the token, token, expert that it chose, rank that computed it or None)."""
 
 
 def _match(

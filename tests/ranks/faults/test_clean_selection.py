@@ -17,7 +17,7 @@ TURNED = "mixed, seed 0, stress adamw, fsdp2-tp"
 def rows(tmp_path_factory):
     """Return the row of each run by its name, all from one launch."""
     runs = clean.choose_clean(1)
-    chosen = [run for run in runs if run[1].layout.world_size == 2][::54]
+    chosen = [run for run in runs if run[1].layout.world_size == 2][::81]
     chosen += [run for run in runs if run[1].name == TURNED]
     cache = tmp_path_factory.mktemp("cache")
     options = RunOptions(device="cpu", cache_folder=cache, golden_folder=Path("no", "goldens"))

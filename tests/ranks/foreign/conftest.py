@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,9 @@ from foreign_cases import EXAMPLES, Outcomes, run_files
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.fixture
-def verify(tmp_path: Path) -> Callable[..., Outcomes]:
-    """Return a function that runs an example, `folder/name`, with overrides and without a search."""
-
-    def do(example: str, *overrides: str) -> Outcomes:
-        return run_files([EXAMPLES / f"{example}.yaml"], tmp_path, *overrides, explain_seconds=0.0)
-
-    return do
-
-
 SMALL = "factory: 'own_models:make', vocab_size: 32"
 MOE = "factory: 'my_moe.model:make', loss: 'my_moe.model:loss', vocab_size: 80"
+GPT = "factory: 'my_gpt.model:make', vocab_size: 96"
 FSDP = "dp_shard: 2"
 WIDE = "in_float32: ['layers.*.norm', 'layers.*.router']"
 
@@ -74,6 +64,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "moe-by-sender": (MOE, f"{FSDP}, parallelize: 'own_moes:by_sender'"),
     "moe-not-put-back": (MOE, f"{FSDP}, parallelize: 'own_moes:not_put_back'"),
     "moe-dropped": (MOE, f"{FSDP}, parallelize: 'own_moes:dropped'"),
+    "moe-summed": (MOE, f"{FSDP}, micro_batches: 2, parallelize: 'my_moe.wrong:parallelize'"),
+    "gpt-wrong": (GPT, "tp: 2, loss_parallel: true, parallelize: 'my_gpt.wrong:parallelize'"),
     "moe-rounded": (MOE, f"{FSDP}, parallelize: 'own_moes:rounded'"),
     "reference-forgotten": ("preset: tiny-gpt", f"{FSDP}, parallelize: 'own_models:forget_to_shard'"),
 }
@@ -87,7 +79,8 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     folder = tmp_path_factory.mktemp("own")
     for program in PROGRAMS.glob("*.py"):
         (folder / program.name).write_text(program.read_text())
-    (folder / "my_moe").symlink_to(EXAMPLES / "my_moe")
+    for name in ("my_gpt", "my_moe"):
+        (folder / name).symlink_to(EXAMPLES / name)
     for name, (model, layout, *more) in CASES.items():
         checks = ", ".join(["repeat: never", "timeout: 60.0", *more])
         (folder / f"{name}.yaml").write_text(
@@ -133,10 +126,3 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             f"  optimizer: {{name: sgd, lr: 0.1}}\nlayout: {{{layout}}}\nchecks: {{timeout: 60.0, repeat: never}}\n"
         )
     return run_files([folder], folder)
-
-
-@pytest.fixture(scope="session")
-def examples(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """Return the outcomes of the examples that need two ranks."""
-    files = [EXAMPLES / "my_gpt" / f"{name}.yaml" for name in ("ddp", "fsdp2", "tp")]
-    return run_files([*files, EXAMPLES / "my_moe" / "ep.yaml"], tmp_path_factory.mktemp("examples"))

@@ -172,3 +172,23 @@ def test_what_a_user_switched_off_the_loop_does_not_switch_on(own: Any) -> None:
     first = case.findings[0]
     assert (case.verdict, first.kind, first.tensor) == ("mismatch", "gradient", "head.weight")
     assert "absent" in word_finding(first).cause
+
+
+def test_forgotten_head_norms_are_named(own: Any) -> None:
+    assert own.results["gpt-wrong"].verdict == "mismatch"
+    norms = {f"h.{layer}.attn.{name}_norm.weight" for layer in (0, 1) for name in ("query", "key")}
+    replicas, gradients = (own.find("gpt-wrong", check) for check in ("replicas", "gradient"))
+    assert norms & set(replicas)
+    assert gradients
+    assert norms >= set(gradients)
+    assert all("tp" in finding.coordinates for finding in gradients.values())
+
+
+def test_sums_beside_averages_are_named(own: Any) -> None:
+    gradients = own.find("moe-summed", "gradient")
+    experts = {f"tower.{layer}.experts.{name}" for layer in (0, 1) for name in ("w_in", "w_out")}
+    assert gradients
+    assert experts >= set(gradients)
+    for finding in gradients.values():
+        assert finding.scale == pytest.approx(2.0)
+        assert finding.cosine == pytest.approx(1.0)

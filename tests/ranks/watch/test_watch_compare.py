@@ -24,7 +24,6 @@ from moeverify.scripts.compare.compare import compare_runs
 from moeverify.scripts.record.read import RecordedRun
 
 PROGRAMS = Path(__file__).parent / "programs"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 BUGS = (
     *("zero-grad", "no-zero", "late-zero", "scheduler", "data", "forgotten"),
     *("experts", "divisor", "router", "alike", "norm-twice", "local-norm", "combine"),
@@ -57,7 +56,8 @@ class Recordings:
 
     def many(self) -> RecordedRun:
         out = self.folder / "clean"
-        done = watch(out, *TORCHRUN, str(PROGRAMS / "train_ep.py"))
+        command = (*self.python.torchrun(2), str(PROGRAMS / "train_ep.py"))
+        done = watch(out, *command, python=self.python.command())
         assert done.returncode == 0, done.stderr
         return RecordedRun.read(out)
 

@@ -12,6 +12,8 @@ import pytest
 
 from moeverify.cases.validation.load import load_cases
 
+pytestmark = pytest.mark.slow
+
 loader: Any = import_module("loader")
 run: ModuleType = import_module("run")
 

@@ -14,6 +14,8 @@ from moeverify.faults.injection import find_fault, injected
 from moeverify.model.router import Router
 from moeverify.parallel import fsdp1, plan
 
+pytestmark = pytest.mark.slow
+
 MISSING = object()
 
 

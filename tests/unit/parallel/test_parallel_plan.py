@@ -16,6 +16,8 @@ from moeverify.cases.axes.registry import EXPERT_AXES
 from moeverify.cases.schema import Case
 from moeverify.parallel.regions.region import Region
 
+pytestmark = pytest.mark.slow
+
 STAGES = {"pp": 2, "micro_batches": 2, "stage_layers": (2, 1)}
 
 LAYOUTS: dict[str, dict[str, Any]] = {

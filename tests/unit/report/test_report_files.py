@@ -361,7 +361,8 @@ def test_page_bounds_many_findings(make_run: Any, make_case: Any, make_finding: 
 
 @pytest.mark.slow
 def test_a_page_of_100_failed_cases_has_less_than_2_mb() -> None:
-    cases = tuple(make_failing(extra=900).model_copy(update={"name": f"case-{at}"}) for at in range(100))
+    failing = make_failing(extra=900)
+    cases = tuple(failing.model_copy(update={"name": f"case-{at}"}) for at in range(100))
     text = format_page(RunResult(verdict="mismatch", environment={}, cases=cases))
     assert len(text.encode()) < 2_000_000
     assert text.count('class="finding"') == text.count('<section class="case"') == 60

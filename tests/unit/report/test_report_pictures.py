@@ -25,6 +25,8 @@ from moeverify.results.error_map import ErrorMap
 from moeverify.results.mesh import MeshShape
 from moeverify.results.run import RunResult
 
+pytestmark = pytest.mark.slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 
 

@@ -87,10 +87,10 @@ def test_sketches_and_hashes_of_shards_add_up(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((300,), torch.float64),
+        ((130,), torch.float64),
         ((100, 37), torch.float64),
-        ((3, 5, 4, 6), torch.float64),
-        ((60, 10), torch.bfloat16),
+        ((2, 3, 4, 6), torch.float64),
+        ((34, 10), torch.bfloat16),
     ],
 )
 def test_the_kernel_sketches_a_shard_as_torch_does(

@@ -20,6 +20,8 @@ from moeverify.scripts.guard.lines import StepRecord
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.train.calls.hooks import install
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 4
 
 

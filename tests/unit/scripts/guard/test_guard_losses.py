@@ -15,6 +15,8 @@ from moeverify.scripts.guard.judge import Judge
 from moeverify.scripts.guard.settings import GuardSettings
 from moeverify.train.calls.hooks import install
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES = 3
 
 

@@ -22,6 +22,8 @@ from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import Hooks, install
 
+pytestmark = pytest.mark.slow
+
 ROWS, LENGTH, WIDTH = 4, 6, 8
 Record = Callable[..., RecordedRun]
 

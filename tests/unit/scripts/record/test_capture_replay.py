@@ -14,6 +14,8 @@ from moeverify.scripts.record.recorder import ScriptRecorder
 from moeverify.scripts.record.settings import Settings
 from moeverify.train.calls.hooks import install
 
+pytestmark = pytest.mark.slow
+
 
 def get_batch(data: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     start = int(torch.randint(len(data) - 5 * num_rows, ()))

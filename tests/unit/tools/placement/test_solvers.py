@@ -20,6 +20,8 @@ from moeverify.tools.placement.plan import make_plan
 from moeverify.tools.placement.sharing import share_load
 from moeverify.tools.placement.synthetic import KINDS, make_trace
 
+pytestmark = pytest.mark.slow
+
 # Experts, ranks, nodes, slots: spare ones or none, more ranks than experts, one rank, one expert.
 SIZES = [
     (16, 4, 1, 4),

@@ -36,6 +36,8 @@ from moeverify.tools.weights.families import FAMILIES as TABLES
 from moeverify.tools.weights.families import find_family
 from moeverify.tools.weights.stream import convert, open_source
 
+pytestmark = pytest.mark.slow
+
 
 def describe(preset: str) -> Description:
     return Description(make_spec(preset))

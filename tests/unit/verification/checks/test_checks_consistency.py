@@ -18,7 +18,7 @@ from moeverify.results.facts import CoverageFacts, ReplicaFacts, ShardingFacts
 from moeverify.results.finding import Finding
 from moeverify.verification.checks.base import Check, CheckOutcome, ShownTensors
 from moeverify.verification.checks.coverage import Coverage
-from moeverify.verification.checks.repeat import BitRecorder, Repeat, find_other_bits
+from moeverify.verification.checks.repeat import BitRecorder, Repeat, find_changed_bits
 from moeverify.verification.checks.replicas import Replicas
 from moeverify.verification.checks.resumed import Resumed
 from moeverify.verification.checks.sharding import Sharding, judge_claims
@@ -275,7 +275,9 @@ def test_bits_are_compared_shard_by_shard_and_absent_ones_not_at_all(weight: Ten
         observer.observe(0, "gradient", "other", second, WHOLE)
         observer.observe(0, "gradient", "absent", None, WHOLE)
         observer.observe(0, "weight", "uncompared", second, WHOLE)
-    assert find_other_bits(list(comparison.entries()), list(recorder.hashes())) == [(0, "gradient", "other")]
+    assert find_changed_bits(list(comparison.entries()), list(recorder.hashes())) == [
+        (0, "gradient", "other")
+    ]
 
 
 class Nothing:

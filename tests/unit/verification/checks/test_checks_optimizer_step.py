@@ -21,6 +21,8 @@ from moeverify.train.schedule import list_rates
 from moeverify.verification.checks.base import CheckOutcome, ShownTensors
 from moeverify.verification.checks.optimizer_step import OptimizerWatch, judge_rows
 
+pytestmark = pytest.mark.slow
+
 ADAMW = {"name": "adamw", "lr": 0.01, "weight_decay": 0.1, "clip_norm": 0.2, "schedule": "linear"}
 ADAM = {**ADAMW, "name": "adam", "betas": [0.9, 0.99]}
 SGD = {"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.1, "clip_norm": 0.2}

@@ -86,7 +86,7 @@ def test_a_single_tensor_has_the_same_hash_from_the_kernel(
 def test_dtypes_of_both_sides_may_change_from_shard_to_shard(compare: Callable[..., list[Measured]]) -> None:
     pairs = [
         (make(shape, other, 1), make(shape, dtype, 2))
-        for shape in SHAPES
+        for shape in SHAPES[2:6]
         for other in FLOATS[:2]
         for dtype in FLOATS[1:3]
     ]
@@ -113,12 +113,12 @@ def test_without_expected_values_zeros_are_meant(compare: Callable[..., list[Mea
 def test_what_is_no_number_is_the_worst_and_stays_in_its_shard(
     compare: Callable[..., list[Measured]], odd: float
 ) -> None:
-    clean = torch.arange(20000, dtype=torch.float64)
+    clean = torch.arange(5000, dtype=torch.float64)
     spoiled = clean.clone()
-    spoiled[12345] = odd
+    spoiled[3456] = odd
     first, second, third = compare([(clean, clean), (clean, spoiled), (clean, clean + 1)])
     assert (first.statistics[5], first.statistics[9]) == (0.0, 0.0)
-    assert (second.statistics[6], second.statistics[9]) == (12345.0, 1.0)
+    assert (second.statistics[6], second.statistics[9]) == (3456.0, 1.0)
     assert (third.statistics[5], third.statistics[9]) == (1.0, 0.0)
 
 

@@ -35,7 +35,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     """Set the memory limit: everything fits, or so little that the rest is measured alone or later."""
     size: int | None = request.param
     if size is not None:
-        monkeypatch.setattr(batch, "_ROOM", size)
+        monkeypatch.setattr(batch, "_BUFFER_SIZE", size)
         monkeypatch.setattr(batch, "_SMALL", size)
     return size
 

@@ -27,7 +27,7 @@ class Golden:
 def test_without_a_compiler_a_gpu_is_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     measurer = comparison._choose_measurer(torch.device("cuda"), True)
-    assert isinstance(measurer, comparison._AtOnce)
+    assert isinstance(measurer, comparison._ImmediateComparison)
 
 
 def test_states_of_what_is_known_unknown_absent_and_zero() -> None:

@@ -15,6 +15,8 @@ from moeverify.results.finding import Verdict
 from moeverify.verification.controller.bisect import CommitSearch
 from moeverify.verification.controller.git_history import Repository
 
+pytestmark = pytest.mark.slow
+
 _NUM_COMMITS = 20
 _AUTHOR = {
     **{

@@ -14,6 +14,8 @@ from moeverify.verification.controller.reductions import Reducible, Values, form
 from moeverify.verification.controller.shrink import Shrinking
 from moeverify.verification.controller.smaller_cases import examine_place, write_case
 
+pytestmark = pytest.mark.slow
+
 CASE = """\
 recipe:
   model:

@@ -25,9 +25,12 @@ Propagator = _sharding_prop.ShardingPropagator
 EXPAND, PROPAGATE = "_expand_single_dim_strategy_to_mesh", "_propagate_tensor_meta_non_cached"
 Asked = list[tuple[Any, Any]]
 
-pytestmark = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."), reason="other releases of torch are left as they are"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not torch.__version__.startswith("2.13."), reason="other releases of torch are left as they are"
+    ),
+]
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from moeverify.verification.worker.leftovers import ProcessSettings, ProcessState
 
+pytestmark = pytest.mark.slow
+
 Change = Callable[[pytest.MonkeyPatch], object]
 
 
