@@ -339,11 +339,10 @@ class Explainer:
                 continue
             self._searched.add(both)
             found = self._search(target, after, self._open(alignment.under(after), target), end, both)
-            if found is not None:
-                chain = [OperatorCause(list(step.ops), [step], [target]), *found[0]]
-                found = self._shortener.shorten(chain, found[1], target, unknown, state)
             if found is not None and not self.proof.may_be_chance(step, found[1]):
-                return self._shortener.drop_patches(found[0]), found[1]
+                first = OperatorCause(list(step.ops), [step], [target])
+                chain, done = self._shortener.shorten([first, *found[0]], found[1], target, unknown, state)
+                return self._shortener.drop_patches(chain), done
         edits = (
             edit
             for edit in self._further.list_edits(alignment, counterparts, unknown, suspects)
@@ -393,7 +392,7 @@ class Explainer:
         return None
 
     def _undoes(self, edit: Edit, chosen: Keys) -> bool:
-        """Return whether an edit leaves out a collective that sums what `chosen` edits have made totals of."""
+        """Return whether an edit leaves out a collective that adds up the totals of `chosen` edits."""
         is_of_collective = self.joint.op(edit.ops[0]).meeting is not None
         has_totals = any(kind in ("total", "unreduced") for kind, *_ in chosen)
         return edit.kind in ("group", "removed") and is_of_collective and has_totals

@@ -25,17 +25,13 @@ class Shortener:
         target: Target,
         unknown: Sequence[At],
         state: Execution,
-    ) -> tuple[list[OperatorCause], Execution] | None:
+    ) -> tuple[list[OperatorCause], Execution]:
         """Return a chain of edits without its first one, or its last alone, if these repair the same results.
 
         An edit that inserts a right value repairs later results, whatever was wrong before it. Then no
-        experiment confirms a first edit that inserts an operand of another module. Return None if the training
-        loop's own operator takes the right value: this confirms nothing.
+        experiment confirms a first edit that inserts an operand of another module.
         """
         last = chain[-1].repairs[0]
-        is_patch = last.kind in SUBSTITUTIONS and is_own_op(self._joint, last.ops[0])
-        if is_patch and self._proof.repairs(last, target, unknown, state) is not None:
-            return None
         earlier = {op for cause in chain[:-1] for op in cause.ops}
         is_first = earlier.isdisjoint(
             self._joint.list_before([at for op in last.ops for at in self._joint.reads(op)])
