@@ -8,10 +8,16 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.edit import Edit
 from moeverify.explain.joint import At, Changes
+from moeverify.explain.sites import is_of_hook
 
 
 def list_part_edits(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> Iterator[Edit]:
-    """Yield edits of the operands of operators at one place of the program."""
+    """Yield edits of the operands of operators at one place of the program.
+
+    FSDP itself adds up the parts that its operators take.
+    """
+    if is_of_hook(alignment.joint.programs[ops[0][0]].sites_of(alignment.joint.op(ops[0]))):
+        return
     yield from _list_totals(alignment, one, ops)
     yield from _list_shares(alignment, ops)
 

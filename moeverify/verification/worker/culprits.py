@@ -374,6 +374,7 @@ def _attach(
     """Return the findings with the culprit attached to `lead`, which comes first."""
     is_kept = lead.code in _KEPT or not (culprit.proved or lead.code in _PHASES)
     is_kept &= not culprit.copy_of
+    is_kept |= _is_open(lead)  # the line says why the measured factor is wrong
     code = lead.code if lead.code and is_kept else culprit.code
     place = lead.place or Place(module=culprit.here.module, ranks=culprit.ranks, stage=stage_of(lead))
     update = {
