@@ -237,3 +237,19 @@ def test_parts_of_micro_batches_are_told_apart_by_layer_where_layers_run_one_lin
         known = alignment.find((0, number))
         assert known is not None
         assert known.over == tuple((0, each) for each in sums[place % 2 :: 2])
+
+
+def test_values_that_depend_on_each_other_are_no_parts_of_a_sum() -> None:
+    """A gradient that is accumulated over several uses is no part of a sum over micro-batches."""
+
+    def add(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        return add(add(x, y), y).sin()
+
+    ranks = record_call(run, x=make(6, 4), y=make(6, 4, seed=1))
+    one = record_call(lambda x, y: (2 * x + 3 * y).sin(), x=make(6, 4), y=make(6, 4, seed=1))
+    alignment = Alignment(Joint([ranks]), one)
+    first, last = [(0, op.results[0]) for op in list_ops(ranks, "add")]
+    assert (alignment.find(first), alignment.find(last)) == (None, None)

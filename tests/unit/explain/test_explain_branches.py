@@ -435,3 +435,29 @@ def test_a_branch_that_only_allocates_a_buffer_is_not_named(*, allocates: bool) 
 
     lines = [expression for _, expression in list_lines_of(run)]
     assert any("torch.ones_like(x)" in line for line in lines) is not allocates
+
+
+@pytest.mark.parametrize(("is_later", "has_effect"), [(True, True), (False, False), (False, True)])
+def test_a_branch_that_runs_later_or_has_no_effect_is_not_the_only_one(
+    is_later: bool, has_effect: bool
+) -> None:
+    """Such as the end of a step, or a function that ranks leave at a later condition than one device."""
+    state = {"scale": 1.0}
+
+    def finish(on_ranks: int) -> None:
+        if not on_ranks:
+            return
+        scale = state["scale"]
+        if has_effect:
+            state["scale"] = scale
+
+    def run(x: Tensor, on_ranks: int) -> Tensor:
+        if not is_later:
+            finish(on_ranks)
+        made = (x.exp() @ WEIGHT).sin() * (1.0 + 2.0 * on_ranks)
+        if is_later:
+            finish(on_ranks)
+        return made
+
+    found = [expression for _, expression in list_lines_of(run)]
+    assert ('scale = state["scale"]' in found) == (has_effect and not is_later)

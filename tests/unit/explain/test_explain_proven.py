@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from recordings import make, record_call
+from recordings import list_ops, make, record_call
 from torch import Tensor, nn
 
 from moeverify.explain import known
@@ -15,6 +16,7 @@ from moeverify.explain.cause import OperatorCause
 from moeverify.explain.counterparts import Counterparts
 from moeverify.explain.culprits import Culprits
 from moeverify.explain.describe import list_numbers
+from moeverify.explain.edit import Edit
 from moeverify.explain.edits import list_edits
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes
@@ -218,3 +220,23 @@ def test_a_change_that_no_result_needs_is_left_out_of_a_chain() -> None:
         chain, both, total, [], explainer.joint.execute(Changes())
     )
     assert kept == chain[1:]  # the loss stays wrong, and the buffer needs the second change alone
+
+
+def test_a_total_that_repairs_a_loss_and_no_gradient_proves_nothing() -> None:
+    """Half of each part enters a sum over ranks: the total in its place is halved too, and counted twice."""
+    parts = [make(6, 4, seed=seed) for seed in range(2)]
+
+    def run(x: Tensor) -> Tensor:
+        return (x * 0.5).sin()
+
+    ranks = [record_call(run, x=part) for part in parts]
+    explainer = Explainer(ranks, record_call(lambda x: x.sin(), x=sum(parts)), 0, (2.0, 0.5))
+    state = explainer.joint.execute(Changes())
+    op = (0, list_ops(ranks[0], "sin")[0].number)
+    total, removed = Edit("total", (op,), Changes()), Edit("removed", (op,), Changes())
+    assert not explainer.proof.may_be_chance(total, state)
+    (target,) = explainer.wrong
+    gradient = replace(target, mark=(0, Kind.GRADIENT, "w"))
+    explainer.wrong.append(gradient)
+    assert explainer.proof.may_be_chance(total, state)
+    assert not explainer.proof.may_be_chance(removed, state)

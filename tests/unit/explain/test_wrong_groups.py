@@ -81,3 +81,10 @@ def test_all_collectives_of_a_wrong_group_are_repaired_together_and_the_group_is
     headline, here = (text for _, text in list_culprit(culprit)[:2])
     assert headline.startswith("wrong process group: made by")
     assert here.endswith("; all results of the group are right over dp and cp")
+
+
+def test_a_group_that_one_collective_uses_is_named_by_the_collective() -> None:
+    explainer = explain(uses=1)
+    (cause,) = explainer.explain(20.0)
+    culprit = Culprits(explainer).make(cause)
+    assert (culprit.mechanism, culprit.numbers, culprit.made) == ("group", (("dp", "dp and cp"),), None)

@@ -383,3 +383,38 @@ def test_a_collective_leads_whose_result_nothing_uses_beside_a_value_that_is_use
             is is_lone
         )
     assert make("number", origins=(own("unused"), own("extra")), there=OTHER).lone_line is None
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "is_named"), [("4", "2", True), ("3", "2", False), ("x", "2", False)]
+)
+def test_a_number_that_has_the_factor_of_a_scaled_result_is_the_cause(
+    here: str, there: str, is_named: bool
+) -> None:
+    origin = own("definition").model_copy(update={"here": here, "there": there})
+    culprit = make("scale", factor=2.0, origins=(origin,))
+    headline = "first wrong number: `a @ w`, mine/ffn.py:9; it gives 4, and 2 on one device"
+    assert (list_culprit(culprit)[0][1] == headline) is is_named
+
+
+def test_a_line_that_nothing_leads_from_leads_no_proved_cause() -> None:
+    origins = (own("sole"),)
+    assert make("place", proved=False, origins=origins).lone_line == origins[0]
+    assert make("unreduced", origins=origins).lone_line is None
+
+
+def test_a_wrong_group_is_named_by_the_call_that_makes_it() -> None:
+    made = OTHER.model_copy(update={"callers": HERE.callers})
+    culprit = make("group", numbers=(("dp", "dp and cp"),), axes=("dp", "cp"), made=made)
+    assert list_culprit(culprit)[:2] == [
+        (
+            "cause",
+            "wrong process group: made by `a @ w` (mm), mine/ffn.py:9, called from mine/model.py:30 in forward",
+        ),
+        (
+            "here",
+            "over dp, first used in `x * 0.9` (mul), mine/ffn.py:12 in forward; all results of the group are right "
+            "over dp and cp",
+        ),
+    ]
+    assert list_lines(culprit)[0] == "mine/ffn.py:9: a @ w"
