@@ -15,7 +15,7 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
-from moeverify.explain.program import Program
+from moeverify.explain.program import Program, Site
 from moeverify.explain.record import Recorder
 from moeverify.explain.syntax import RETURNED
 from moeverify.explain.upstream import Upstream
@@ -461,3 +461,17 @@ def test_a_branch_that_runs_later_or_has_no_effect_is_not_the_only_one(
 
     found = [expression for _, expression in list_lines_of(run)]
     assert ('scale = state["scale"]' in found) == (has_effect and not is_later)
+
+
+def test_the_calls_that_configure_fsdp_are_named_if_it_runs_the_operator(tmp_path: Path) -> None:
+    path = tmp_path / "plan.py"
+    path.write_text("fully_shard(model)\nfully_shard(model.experts)\nmodel.train()\n")
+    ranks, one = (record_call(lambda x: x.sin(), x=make(2, 2)) for _ in range(2))
+    ranks.lines[0] = {(str(path), line) for line in (1, 2, 3)}
+    (op,) = list_ops(ranks, "sin")
+    op.module = "layers.1.experts"
+    lines = UserLines(Joint([ranks]), one)
+    assert not list(lines.list_configuring((0, op.number)))
+    op.sites = (Site(f"{Path(torch.__file__).parent}/distributed/fsdp/collectives.py", 1, "reduce"),)
+    found = [(each.kind, each.line.line) for each in lines.list_configuring((0, op.number))]
+    assert found == [("configures", 2), ("configures", 1)]
