@@ -7,7 +7,7 @@ check, or else from the code of its cause. Its lines are all `file:line` in the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Claim:
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
 
 # Measurements and follow-up questions, which say nothing about the cause.
+_UNIONS = {"loss ranks": ("dp_replicate", "dp_shard", "cp")}
 _NOT_SAID = ("follow_up", "wider", "observations", "rivals")
 _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 
@@ -161,7 +162,7 @@ def _read_finding(finding: Mapping[str, Any]) -> Claim:
         kind=kind,
         lines=tuple(dict.fromkeys([*lines, *_find_lines(of_cause)])),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
-        axes=tuple(sorted(_find_axes(explanation, place, facts) - {""})),
+        axes=_list_axes(_find_axes(explanation, place, facts)),
         is_location_only=is_location_only,
         shown=tuple(
             dict.fromkeys(
@@ -213,7 +214,7 @@ def _read_culprit(finding: Mapping[str, Any], culprit: Mapping[str, Any]) -> Cla
         lines=tuple(dict.fromkeys(lines)),
         callers=tuple(line for line in dict.fromkeys(lines) if line not in direct),
         tensors=tuple(dict.fromkeys(name for name in tensors if name)),
-        axes=tuple(sorted(culprit["axes"])),
+        axes=_list_axes(culprit["axes"]),
         is_location_only=not Culprit.model_validate(culprit).names_cause,
         shown=tuple(
             dict.fromkeys(
@@ -376,6 +377,11 @@ def _find_axes(*records: Any) -> set[str]:
     for record in records:
         walk(record, "")
     return found
+
+
+def _list_axes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the mesh axes of some names, those of all ranks with other tokens one by one."""
+    return tuple(sorted({axis for name in names for axis in _UNIONS.get(name, (name,))} - {""}))
 
 
 def _find_lines(value: Any) -> Iterator[tuple[str, int]]:
