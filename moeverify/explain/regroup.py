@@ -50,7 +50,7 @@ def list_regroupings(
         wrong = (at for at in every if at in ops or not all(map(alignment.is_right, joint.results(at))))
         choices = {tuple(wrong): None, **choices}
     alone = [[rank] for rank, _ in enumerate(joint.programs)]
-    for axis, parts in (dict(groups) if widens else {**groups, "no other rank": alone}).items():
+    for axis, parts in (dict(groups) if widens else {**groups, "each rank alone": alone}).items():
         for changed in choices if axis != mine else ():
             if (changes := _regroup(alignment, every, changed, parts)) is not None:
                 yield Edit("group", changed, changes, numbers=((mine, axis),))

@@ -268,7 +268,8 @@ class Culprit(Record):
 
     `operand` is the index of the wrong operand; its value is `taken` and should be `right`. `made` is the
     operation of the rank that computed `taken`. For the mechanism `written` it is the operation that wrote
-    the correct values before the first step. A culprit without `ranks` only names the maker of a tensor;
+    the correct values before the first step, and for a group that is wrong wherever it is used the call that
+    made it. A culprit without `ranks` only names the maker of a tensor;
     no rank has the indices `absent` of it, as (dim, first, stop). `numbers` are pairs of different numbers,
     (here, there). `moves` are the operations that moved an operand from its producer to `here`, and
     `moves_there` the ones on one device. `others` are more lines with the same mistake.

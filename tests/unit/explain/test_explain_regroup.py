@@ -118,7 +118,7 @@ def test_no_group_is_blamed_if_no_axis_makes_the_result_right() -> None:
     assert "group" not in [edit.kind for cause in causes for edit in cause.repairs]
 
 
-@pytest.mark.parametrize(("widens", "axes"), [(False, ["no other rank"]), (True, [])])
+@pytest.mark.parametrize(("widens", "axes"), [(False, ["each rank alone"]), (True, [])])
 def test_a_sum_over_ranks_with_other_rows_needs_no_other_rank(widens: bool, axes: list[str]) -> None:
     parts = (make(*SHAPE), make(*SHAPE, seed=1))
     ranks = [make_rank(part, (0, 1), parts, half=rank) for rank, part in enumerate(parts)]
