@@ -36,7 +36,7 @@ class Claim:
 _LINE = re.compile(r'([\w./+-]+\.py)(?::|", line )(\d+)')
 
 # Measurements and follow-up questions, which say nothing about the cause.
-_UNIONS = {"loss ranks": ("dp_replicate", "dp_shard", "cp")}
+_UNIONS = dict.fromkeys(("all data ranks", "loss ranks"), ("dp_replicate", "dp_shard", "cp"))
 _NOT_SAID = ("follow_up", "wider", "observations", "rivals")
 _NOT_SAID_OF_PLACE = ("issued", "issued_in", "collectives")
 

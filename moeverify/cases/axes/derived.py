@@ -40,7 +40,7 @@ LOSS = Axis(
     name="loss",
     size=lambda layout: layout.data_ranks * layout.cp,
     views=lambda _: ("loss",),
-    label="loss ranks",
+    label="all data ranks",
     is_union=True,
 )
 

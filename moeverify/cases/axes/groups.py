@@ -30,7 +30,7 @@ def list_groups(case: Case) -> dict[str, list[list[int]]]:
     """Return the rank groups of every axis with more than one rank, the data axes first.
 
     Unions of axes come last, unless another axis has the same groups: `fsdp` (dp_shard and cp together) and
-    `loss ranks` (all ranks with different tokens).
+    `all data ranks` (all ranks with different tokens).
     """
     plan = MeshPlan.of(case.layout)
     found = {axis: plan.data.groups(axis) for axis, size in plan.data.axes.items() if size > 1}

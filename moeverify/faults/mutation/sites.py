@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-DATA_AXES = ("dp_replicate", "dp_shard", "fsdp", "loss ranks", "cp", "edp", "efsdp", "all ranks")
+DATA_AXES = ("dp_replicate", "dp_shard", "fsdp", "all data ranks", "cp", "edp", "efsdp", "all ranks")
 """Axes of data-parallel code, including derived ones."""
 
 

@@ -18,7 +18,7 @@ _KNOWN = 1e-9
 _NO_AXES: Mapping[str, str] = {
     "all ranks": "all ranks",
     "ranks": "all ranks",
-    "loss ranks": "loss ranks",
+    "all data ranks": "all data ranks",
     "top_k": "top_k",
     **{
         count: f"number of {count}"
