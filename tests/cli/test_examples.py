@@ -26,7 +26,9 @@ def run(
         patch.setattr(samples, "PYTHON", python.command())
         patch.setattr(samples, "run", lambda line: RUN(f"{line} --json {file}"))
         sample = samples.OUTPUTS["own-models"]()
-    return sample, {case.name: case for case in read_run(file).cases}
+        further = file.with_name("further.json")
+        RUN(f"moeverify run examples/my_moe --goldens examples/golden --json {further}")
+    return sample, {case.name: case for path in (file, further) for case in read_run(path).cases}
 
 
 @pytest.fixture
@@ -36,6 +38,11 @@ def results(run: tuple[str, Mapping[str, CaseResult]]) -> Mapping[str, CaseResul
 
 def test_the_run_is_the_one_that_the_docs_show(run: tuple[str, Mapping[str, CaseResult]]) -> None:
     assert_shown("own-models", run[0])
+
+
+def test_all_examples_pass(results: Mapping[str, CaseResult]) -> None:
+    assert {case.verdict for case in results.values()} == {"pass"}
+    assert {"my-gpt-fsdp-tp", "my-moe-hsdp-ep", "my-moe-own-step"} <= set(results)
 
 
 @pytest.mark.parametrize("name", ["my-gpt-ddp", "my-gpt-fsdp2", "my-gpt-tp", "my-moe-ep"])
