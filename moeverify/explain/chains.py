@@ -35,7 +35,7 @@ def list_copied(joint: Joint, at: At) -> Iterator[At]:
 
 def is_own_op(joint: Joint, op: At) -> bool:
     """Return whether this package calls an operator itself."""
-    return all(map(is_own, joint.programs[op[0]].sites_of(joint.op(op))[:1]))
+    return all(map(is_own, joint.sites(op)[:1]))
 
 
 def is_passing(joint: Joint, op: At) -> bool:

@@ -90,8 +90,8 @@ class Creation:
         )
 
     def _line(self, at: At) -> object:
-        op = self._joint.op(self._joint.maker(at))
-        return op.name, self._joint.programs[at[0]].sites_of(op)[:1]
+        maker = self._joint.maker(at)
+        return self._joint.op(maker).name, self._joint.sites(maker)[:1]
 
     def _list_numbers(self, wanted: Mapping[At, RightElements]) -> tuple[tuple[str, str], ...]:
         """Return the first wrong elements and the right ones."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moeverify.cases.axes.groups import AND
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import (
     is_own_op,
@@ -34,7 +35,7 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
 from moeverify.explain.peers import RING
 from moeverify.explain.program import HIDDEN, SETUP, Op
-from moeverify.explain.regroup import AND, name_ranks
+from moeverify.explain.regroup import name_ranks
 from moeverify.explain.relation import find_shared
 from moeverify.explain.same_line import find_alike, name_number
 from moeverify.explain.suspects import Target, find_targets

@@ -42,6 +42,9 @@ sum the elements that they own.
 SUBSTITUTIONS = frozenset({"operand", "whole", "value"})
 """Kinds of edits that insert single-device values."""
 
+TOTALS = frozenset({"total", "unreduced"})
+"""Kinds of edits that replace a part of a sum by the total of several ranks."""
+
 Key = tuple[Hashable, ...]
 """Identity of an edit."""
 

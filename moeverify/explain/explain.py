@@ -21,7 +21,7 @@ from moeverify.explain.chains import is_own_op, list_copied, takes_pair
 from moeverify.explain.compare import relative_error
 from moeverify.explain.counterparts import Counterparts, OneDevice
 from moeverify.explain.creation import Creation
-from moeverify.explain.edit import SUBSTITUTIONS, Edit, Keys
+from moeverify.explain.edit import SUBSTITUTIONS, TOTALS, Edit, Keys
 from moeverify.explain.edit import Kind as EditKind
 from moeverify.explain.edits import list_edits, list_skipped_writes
 from moeverify.explain.further import Further
@@ -206,7 +206,7 @@ class Explainer:
     def _place(self, cause: OperatorCause) -> tuple[object, ...]:
         op = self.joint.op(cause.ops[0])
         repair = (cause.repairs[0].kind, cause.repairs[0].place) if cause.repairs else ()
-        return op.name, self.joint.programs[cause.ops[0][0]].sites_of(op)[:1], repair
+        return op.name, self.joint.sites(cause.ops[0])[:1], repair
 
     def _explain_first(
         self, target: Target, state: Execution, end: float
@@ -394,7 +394,7 @@ class Explainer:
     def _undoes(self, edit: Edit, chosen: Keys) -> bool:
         """Return whether an edit leaves out a collective that adds up the totals of `chosen` edits."""
         is_of_collective = self.joint.op(edit.ops[0]).meeting is not None
-        has_totals = any(kind in ("total", "unreduced") for kind, *_ in chosen)
+        has_totals = any(kind in TOTALS for kind, *_ in chosen)
         return edit.kind in ("group", "removed") and is_of_collective and has_totals
 
     def _prove(

@@ -12,7 +12,7 @@ from torch import Tensor
 from moeverify.explain.meetings import execute as meet
 from moeverify.explain.numbers import list_hidden_reads
 from moeverify.explain.operators import NotExecutable, is_random, run
-from moeverify.explain.program import Op, Program, Value
+from moeverify.explain.program import Op, Program, Site, Value
 
 At = tuple[int, int]
 """(rank, number of an operator or value in the rank's program)."""
@@ -62,6 +62,10 @@ class Joint:
     def op(self, at: At) -> Op:
         """Return an operator."""
         return self.programs[at[0]].ops[at[1]]
+
+    def sites(self, op: At) -> tuple[Site, ...]:
+        """Return the lines of an operator, or for a derivative the lines of its forward operator."""
+        return self.programs[op[0]].sites_of(self.op(op))
 
     def value(self, at: At) -> Value:
         """Return a value."""

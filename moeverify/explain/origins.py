@@ -405,7 +405,7 @@ class Origins:
         return (found, others) if found or others else (list(here), list(there))
 
     def _is_same_line(self, mine: At, theirs: At) -> bool:
-        sites = self._joint.programs[mine[0]].sites_of(self._joint.op(mine))[:1]
+        sites = self._joint.sites(mine)[:1]
         return sites == self._one.program.sites_of(self._one_joint.op(theirs))[:1]
 
     def _list_reorder(self, taken: At) -> tuple[Operation, ...]:

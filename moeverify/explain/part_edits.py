@@ -16,7 +16,7 @@ def list_part_edits(alignment: Alignment, one: OneDevice, ops: Sequence[At]) -> 
 
     FSDP itself adds up the parts that its operators take.
     """
-    if is_of_hook(alignment.joint.programs[ops[0][0]].sites_of(alignment.joint.op(ops[0]))):
+    if is_of_hook(alignment.joint.sites(ops[0])):
         return
     yield from _list_totals(alignment, one, ops)
     yield from _list_shares(alignment, ops)

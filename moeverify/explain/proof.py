@@ -12,7 +12,7 @@ from moeverify.explain.compare import TOLERANCE, is_right
 from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.describe import list_differences, list_numbers
-from moeverify.explain.edit import SUBSTITUTIONS, Edit
+from moeverify.explain.edit import SUBSTITUTIONS, TOTALS, Edit
 from moeverify.explain.joint import At, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Op, Value
@@ -21,10 +21,6 @@ from moeverify.results.checks import Kind
 
 _LEFT = 0.05
 """Maximum fraction of a result's error that may be left after a repair."""
-
-
-_OF_TOTALS = ("total", "unreduced")
-"""Kinds of edits that replace a part of a sum by the total of several ranks."""
 
 
 class Proof:
@@ -121,7 +117,7 @@ class Proof:
         """Return whether a total instead of a part repairs a later sum of the ranks, and no wrong gradient."""
         known = [self._alignment.find(at) for at in edit.changes.values]
         is_of_parts = edit.kind in SUBSTITUTIONS and all(each is not None and each.over for each in known)
-        if not (is_of_parts or edit.kind in _OF_TOTALS) or done.has_other_choices():
+        if not (is_of_parts or edit.kind in TOTALS) or done.has_other_choices():
             return False
         gradients = [each for each in self._wrong if each.mark[1] == Kind.GRADIENT]
         return bool(gradients) and not any(self.is_repaired(each, done) for each in gradients)

@@ -16,9 +16,6 @@ from moeverify.explain.operators import NotExecutable
 Groups = Mapping[str, Sequence[Sequence[int]]]
 """The rank groups of each mesh axis."""
 
-AND = " and "
-"""Joins the mesh axes in the name of a union of axes."""
-
 REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda parts: parts.sum(0),
     "maximum": lambda parts: parts.amax(0),

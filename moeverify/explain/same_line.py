@@ -48,7 +48,7 @@ def find_alike(alignment: Alignment, one: OneDevice, op: At) -> Op | None:
 def _is_alike(alignment: Alignment, one: OneDevice, mine: At, other: Op) -> bool:
     """Return whether two operators of one line differ in their numbers alone."""
     joint, op = alignment.joint, alignment.joint.op(mine)
-    sites = joint.programs[mine[0]].sites_of(op)[:1]
+    sites = joint.sites(mine)[:1]
     is_same = op.short == other.short and bool(sites) and sites == one.program.sites_of(other)[:1]
     if not is_same or op.meeting is not None or op.step < 0 or not list_differences(op, other):
         return False

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
+from moeverify.cases.axes.groups import AND
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
@@ -21,7 +22,6 @@ from moeverify.explain.known import Known
 from moeverify.explain.operators import is_draw
 from moeverify.explain.peers import RING
 from moeverify.explain.program import Op
-from moeverify.explain.regroup import AND
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
@@ -352,7 +352,7 @@ class Upstream:
 
     def _list_entered(self, op: At) -> Iterator[Origin]:
         """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
-        sites = self._joint.programs[op[0]].sites_of(self._joint.op(op))
+        sites = self._joint.sites(op)
         known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
         first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
         # Without user code on the stack, the model and the layout are those of this package.

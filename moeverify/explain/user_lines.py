@@ -42,8 +42,7 @@ class UserLines:
 
     def sites(self, op: At) -> tuple[Site, ...]:
         """Return the lines of the user's code that call an operator, the innermost first."""
-        program = self._joint.programs[op[0]]
-        return tuple(site for site in program.sites_of(self._joint.op(op)) if is_of_user(site.file))
+        return tuple(site for site in self._joint.sites(op) if is_of_user(site.file))
 
     def stack(self, op: At) -> tuple[Site, ...]:
         """Return the lines of user code that call an operator, and those of its forward operator in other files."""
@@ -191,7 +190,7 @@ class UserLines:
     def list_configuring(self, op: At) -> Iterator[Origin]:
         """Yield the calls of ranks that configure FSDP, if it runs an operator; first those that name its module."""
         program, recorded = self._joint.programs[op[0]], self._joint.op(op)
-        if not is_of_hook(program.sites_of(recorded)):
+        if not is_of_hook(self._joint.sites(op)):
             return
         lines = sorted(line for line in program.list_lines() if is_of_user(line[0]))
         found = [find_line(*line) for line in lines if _OF_FSDP.search(linecache.getline(*line))]

@@ -95,6 +95,12 @@ def refuse_axes(mesh: DeviceMesh, axes: Sequence[str], why: str) -> list[Problem
     ]
 
 
+def refuse_model(message: str, adapter: str) -> Problem:
+    """Return the problem of a model that the function `make` of an adapter, a module, did not make."""
+    remedy = f"make it by `recipe.model.factory: {adapter}:make`"
+    return Problem(message, path="layout.parallelize", remedy=remedy)
+
+
 def refuse_unknown_arguments(
     settings: type[Any], arguments: Mapping[str, Any], path: str = "layout.arguments"
 ) -> list[Problem]:

@@ -38,6 +38,7 @@ from moeverify.stacks.framework import (
     import_framework,
     number_globally,
     refuse_axes,
+    refuse_model,
     refuse_unknown_arguments,
 )
 from moeverify.stacks.megatron_on_cpu import stand_in_for_cuda
@@ -298,9 +299,7 @@ def _refuse(model: nn.Module, mesh: DeviceMesh, arguments: Mapping[str, Any]) ->
         )
         problems.append(Problem(message, path="layout.dp_replicate", remedy="remove it, or layout.dp_shard"))
     if not hasattr(model, "made_of"):
-        remedy = "make it by `recipe.model.factory: moeverify.stacks.megatron:make`"
-        message = f"{type(model).__name__} was not made by moeverify.stacks.megatron"
-        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+        problems.append(refuse_model(f"{type(model).__name__} was not made by {__name__}", __name__))
     elif any(parameter.dtype != torch.float32 for parameter in model.parameters()):
         message = "Megatron keeps losses, norms and moments in float32"
         problems.append(Problem(message, path="recipe.precision", remedy="write precision: float32"))

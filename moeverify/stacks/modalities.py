@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from moeverify.errors import CaseError, Problem
 from moeverify.stacks.constants import offset_constants
-from moeverify.stacks.framework import import_framework, refuse_axes
+from moeverify.stacks.framework import import_framework, refuse_axes, refuse_model
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
 
@@ -81,9 +81,7 @@ def parallelize(
 
     problems = refuse_axes(mesh, ("cp",), "Modalities does not divide a sequence")
     if not isinstance(model, GPT2LLM):
-        message = f"{type(model).__name__} is no GPT2LLM of Modalities"
-        remedy = "make it by `recipe.model.factory: moeverify.stacks.modalities:make`"
-        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+        problems.append(refuse_model(f"{type(model).__name__} is no GPT2LLM of Modalities", __name__))
     if problems:
         raise CaseError(problems)
     dtype = SimpleNamespace(value=next(model.parameters()).dtype)  # its enumeration has no float64

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from moeverify.errors import CaseError, Problem
 from moeverify.parallel.regions.local_shard import parameters
 from moeverify.stacks.constants import offset_constants
-from moeverify.stacks.framework import import_framework, refuse_unknown_arguments
+from moeverify.stacks.framework import import_framework, refuse_model, refuse_unknown_arguments
 from moeverify.stacks.kept_precision import KeptPrecision
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.stacks.olmo_core_on_cpu import replace_kernels
@@ -109,9 +109,7 @@ def parallelize(
 
     problems = refuse_unknown_arguments(config.TransformerDataParallelConfig, arguments)
     if not isinstance(model, Transformer):
-        message = f"{type(model).__name__} is no transformer of OLMo-core"
-        remedy = "make it by `recipe.model.factory: moeverify.stacks.olmo_core:make`"
-        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+        problems.append(refuse_model(f"{type(model).__name__} is no transformer of OLMo-core", __name__))
     if problems:
         raise CaseError(problems)
     values = {shard.name: shard.local().clone() for shard in parameters(model)}

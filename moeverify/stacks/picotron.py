@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from moeverify.errors import CaseError, Problem
+from moeverify.errors import CaseError
 from moeverify.stacks.constants import offset_constants
 from moeverify.stacks.environment import kept_environment
-from moeverify.stacks.framework import refuse_axes
+from moeverify.stacks.framework import refuse_axes, refuse_model
 from moeverify.stacks.picotron_globals import import_picotron, surround
 from moeverify.train.engine import PreparedEngine
 from moeverify.train.forward import cross_entropy
@@ -98,9 +98,7 @@ def parallelize(
 
     problems = refuse_axes(mesh, ("dp_shard",), "picotron does not shard")
     if not hasattr(model, "groups"):
-        message = f"{type(model).__name__} is no Llama of picotron"
-        remedy = "make it by `recipe.model.factory: moeverify.stacks.picotron:make`"
-        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+        problems.append(refuse_model(f"{type(model).__name__} is no Llama of picotron", __name__))
     if problems:
         raise CaseError(problems)
     sizes = {axis: mesh[axis].size() for axis in ("tp", "cp", "dp_replicate")}

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from moeverify.errors import CaseError, Problem
 from moeverify.parallel.regions.local_shard import buffers, parameters
 from moeverify.stacks.constants import offset_constants
-from moeverify.stacks.framework import import_framework, refuse_axes, refuse_unknown_arguments
+from moeverify.stacks.framework import import_framework, refuse_axes, refuse_model, refuse_unknown_arguments
 from moeverify.stacks.kept_precision import KeptPrecision
 from moeverify.stacks.loop import FrameworkLoop
 from moeverify.train.parallelize_custom import ParallelizedCustomModel
@@ -247,9 +247,7 @@ def _refuse(model: nn.Module, mesh: DeviceMesh, arguments: dict[str, Any]) -> No
             Problem(f"`{backend}` is no backend", path=path, remedy=f"write {' or '.join(BACKENDS)}")
         )
     if not hasattr(model, "parallelize_fn"):
-        message = f"{type(model).__name__} was not made of a ModelSpec"
-        remedy = "make it by `recipe.model.factory: moeverify.stacks.torchtitan:make`"
-        problems.append(Problem(message, path="layout.parallelize", remedy=remedy))
+        problems.append(refuse_model(f"{type(model).__name__} was not made of a ModelSpec", __name__))
     if problems:
         raise CaseError(problems)
 

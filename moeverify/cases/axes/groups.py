@@ -23,6 +23,9 @@ TIED_USES, TOP_K, EXPERTS = "uses of the tied weight", "top_k", "experts"
 _OF_TENSORS = {TIED_USES: "embed.weight", TOP_K: "*.moe.*"}
 _OF_MODULES = {EXPERTS: "*.moe*", "heads": "*attention*", "key-value heads": "*attention*"}
 
+# Joins the mesh axes in the name of a union of axes.
+AND = " and "
+
 Groups = Mapping[str, Sequence[Sequence[int]]]
 
 
@@ -58,7 +61,7 @@ def list_unions(case: Case) -> dict[str, list[list[int]]]:
         for union in itertools.combinations(axes, size):
             groups = data.groups(*union)
             if groups not in found.values():
-                found[" and ".join(union)] = groups
+                found[AND.join(union)] = groups
     return found
 
 

@@ -67,7 +67,7 @@ class DiagnosisInputs:
     search: Search | None = None
     earlier: Callable[[Key], Tensor | None] = lambda key: None
     issued: Callable[[str, int], Issued] = lambda module, rank: Issued()
-    components: ComponentSource | None = None
+    components: ComponentSource = lambda: None
     stale: Callable[[Divergence], bool | None] = lambda origin: None
     saved: Saved | None = None
     regions: Mapping[str, Mapping[int, Region]] = field(default_factory=dict)

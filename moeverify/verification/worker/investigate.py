@@ -299,11 +299,9 @@ def _find_bounds(judgement: Judgement) -> dict[Key, float]:
     return found
 
 
-def _component_source(
-    case: Case, golden: StoredGolden, step: int, device: torch.device
-) -> ComponentSource | None:
+def _component_source(case: Case, golden: StoredGolden, step: int, device: torch.device) -> ComponentSource:
     if step < 0:
-        return None
+        return lambda: None
     return cache(lambda: find_components(case, golden, step, device))
 
 

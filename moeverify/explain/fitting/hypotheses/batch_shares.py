@@ -26,7 +26,7 @@ class BatchShares(LinearFit):
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
         """Return the shares of the loss ranks and micro-batches."""
-        components = inputs.components() if inputs.components is not None else None
+        components = inputs.components()
         if components is None or not knows(components, tensors):
             return []
         return [
@@ -40,7 +40,7 @@ class BatchShares(LinearFit):
 
     def numbers(self, inputs: DiagnosisInputs) -> Sequence[float]:
         """Return the weights that a mean of means would give."""
-        components = inputs.components() if inputs.components is not None else None
+        components = inputs.components()
         return list_means(components) if components is not None else []
 
     def describe(self, wrong: tuple[Contribution, ...], fit: Fit, inputs: DiagnosisInputs) -> Scaled:
@@ -50,7 +50,7 @@ class BatchShares(LinearFit):
         sum_i(sum of share i) / V_i, so share i has the weight f * V / (n * V_i) with f = 1. Another common
         f means that the means are summed, or divided by another number.
         """
-        components = inputs.components() if inputs.components is not None else None
+        components = inputs.components()
         assert components is not None  # the columns are its shares
         terms = {each.part.term for each in wrong}
         first, *others = [_measure_means(term, fit, components) for term in sorted(terms)] or [None]

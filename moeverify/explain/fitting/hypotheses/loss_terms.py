@@ -21,7 +21,7 @@ class LossTerms(LinearFit):
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
         """Return the loss terms."""
-        components = inputs.components() if inputs.components is not None else None
+        components = inputs.components()
         return list_terms(components) if components is not None and knows(components, tensors) else []
 
     def counts(self, inputs: DiagnosisInputs) -> Sequence[Source]:

@@ -20,7 +20,7 @@ class ShareTerms(BatchShares):
 
     def columns(self, tensors: Sequence[WrongTensor], inputs: DiagnosisInputs) -> list[Column]:
         """Return the parts by term and share."""
-        components = inputs.components() if inputs.components is not None else None
+        components = inputs.components()
         if components is None or not knows(components, tensors):
             return []
         return [

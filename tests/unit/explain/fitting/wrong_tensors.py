@@ -120,8 +120,7 @@ def make_inputs(
     *tensors: WrongTensor, components: Components | None = None, **fields: Any
 ) -> DiagnosisInputs:
     """Return the gathered facts about some tensors."""
-    source = None if components is None else lambda: components
-    content = {"axes": AXES, "components": source, **fields}
+    content = {"axes": AXES, "components": lambda: components, **fields}
     return DiagnosisInputs(tensors={tensor.key: tensor for tensor in tensors}, **content)
 
 
