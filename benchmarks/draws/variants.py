@@ -19,6 +19,9 @@ UNMIXED = (
     "osier.parallel:fsdp",
     "osier.pipeline:stages",
     "plover.zero:zero3",
+    "teasel.parallel:parallelize",
+    "teasel.pipeline:split",
+    "wren.passes:stages",
 )
 """Functions of stacks that cannot run in mixed precision: they send tensors in the dtype of the parameters, gather
 shards that only they refer to, or need a divisor of gradients, which FSDP2 cannot have with another dtype of

@@ -235,11 +235,13 @@ def asks_confirmation(result: CaseResult, confirming: Mapping[str, Case]) -> boo
 def choose_confirming(case: Case, result: CaseResult, confirming: Mapping[str, Case]) -> Case | None:
     """Return the wider case that confirms a pass or decides an undecided case; None if there is none.
 
-    An undecided case outside `confirming` runs in the next wider precision, where bounds are 1e-5. With
-    float8 it runs in the widest one, because below float64 the rounding to float8 widens all bounds. A pass
-    in which ranks took one device's choices near a tie runs there too, where the choices are their own.
+    An undecided case outside `confirming`, or of a user's step, runs in the next wider precision, where
+    bounds are 1e-5 and a cast to float32 changes nothing. With float8 it runs in the widest one, because below
+    float64 the rounding to float8 widens all bounds. A pass in which ranks took one device's choices near a
+    tie runs there too, where the choices are their own.
     """
-    if asks_confirmation(result, confirming):
+    decides = result.verdict == "undecided" and case.recipe.step is not None
+    if asks_confirmation(result, confirming) and not decides:
         return confirming[result.name]
     is_open = result.verdict == "undecided" or (result.verdict == "pass" and _has_held_choices(result))
     wider = list_wider(case) if is_open else ()
@@ -367,20 +369,21 @@ def confirm(case: CaseResult, precision: Precision, answer: CaseResult, own: str
 
     If nothing differs there, the case gets a note; if that run is decided, an undecided case passes.
     Otherwise the wider run gives the whole result, since the passing checks of the case do not cover these
-    findings. User code may legitimately round. With a step function of the user the wider run counts only if
-    the gradients agree and the results of the step differ. A wider run that computes in `own`, the dtype of
-    the case, is ignored.
+    findings. User code may legitimately round. A pass of a user's step is in doubt only if the gradients
+    agree in the wider run, and the results of the step differ. A wider run that computes in `own`, the dtype
+    of the case, is ignored.
     """
-    if answer.verdict == "mismatch" and has_own_results(case) and not _is_of_step_alone(answer):
+    is_mismatch = answer.verdict == "mismatch"
+    if is_mismatch and case.verdict == "pass" and has_own_results(case) and not _is_of_step_alone(answer):
         return case.model_copy(update={"notes": (*case.notes, describe_own_dtypes(precision))})
-    if answer.verdict == "mismatch" and _keeps_dtype(answer, own):
+    if is_mismatch and _keeps_dtype(answer, own):
         return case.model_copy(update={"notes": (*case.notes, describe_narrow_layout(precision))})
     if answer.verdict == "pass" and case.verdict == "undecided":
         notes = (*case.notes, describe_decision(precision, case))
         changed = {"verdict": "pass", "reason": "", "decided_in": precision, "notes": notes}
         return case.model_copy(update=changed)
     note = describe_confirmation(precision, answer)
-    if answer.verdict != "mismatch":
+    if not is_mismatch:
         return case.model_copy(update={"notes": (*case.notes, note)})
     findings = tuple(
         finding

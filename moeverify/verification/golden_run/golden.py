@@ -17,6 +17,7 @@ import torch
 
 from moeverify.cases.schema import Case, Recipe, Tolerance
 from moeverify.parallel.regions.observer import Observer
+from moeverify.results.checks import Kind
 from moeverify.results.facts import DtypeUse, names_operation
 from moeverify.train.assemble import assemble_single
 from moeverify.train.loop import train
@@ -80,10 +81,17 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
     """Return the results of a user's step on one device that the checks can neither reproduce nor explain.
 
     A mistake that the checks can name, such as the learning rate of another step, is not included. The
-    checks then report it on the ranks.
+    checks then report it on the ranks. Rounding may hide that a step differs from the recipe's, so the step
+    also runs in float64.
     """
     if recipe.step is None:
         return []
+    wide = recipe.model_copy(update={"precision": "float64", "float8": "none"})
+    found = {own for each in (recipe, wide) for own in _list_in_precision(each, checks, device)}
+    return sorted(found)
+
+
+def _list_in_precision(recipe: Recipe, checks: Sequence[Check[Any]], device: torch.device) -> set[OwnResult]:
     case = Case(name=recipe.name, recipe=recipe, layout=ALONE)
     program = assemble_single(recipe, device)
     run = RankRun(case, CollectiveTrace(), entries=list, train_again=_train_no_more)
@@ -103,9 +111,7 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
     )
     outcomes = [check.judge(shown, [watch.report()]) for check, watch in watches.items()]
     findings = [finding for outcome in outcomes if outcome is not None for finding in outcome.findings]
-    return sorted(
-        {(each.check, each.kind, each.tensor) for each in findings if not names_operation(each.facts)}
-    )
+    return {(each.check, each.kind, each.tensor) for each in findings if not names_operation(each.facts)}
 
 
 def _train_no_more(observer: Observer, num_steps: int) -> NoReturn:
@@ -147,8 +153,16 @@ def make_golden(
             reference = StoredGolden(writer.flush(), finished=False)
         dtypes = record_dtypes(recipe, device)
         has_narrow_parts = any(use == DtypeUse.NARROW for use, _, _ in dtypes)
-        noise = calibrate(recipe, reference, checks, device, has_narrow_parts=has_narrow_parts)
-        writer.finish(noise, summary, list_own_results(recipe, checks, device), dtypes)
+        own = list_own_results(recipe, checks, device)
+        noise = calibrate(
+            recipe,
+            reference,
+            checks,
+            device,
+            has_narrow_parts=has_narrow_parts,
+            own_updates={name for _, kind, name in own if kind == Kind.UPDATE},
+        )
+        writer.finish(noise, summary, own, dtypes)
 
 
 def _record(recipe: Recipe, writer: GoldenWriter, checks: Sequence[Check[Any]], device: torch.device) -> None:

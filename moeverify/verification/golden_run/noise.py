@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from moeverify.train.data import Share
 from moeverify.train.loop import train
 from moeverify.train.program import NearTieCounts, TrainingProgram
 from moeverify.train.subjects import replays_routing
-from moeverify.verification.checks.base import Check, Training
+from moeverify.verification.checks.base import Check, Training, Watch
 from moeverify.verification.checks.observers import open_observers
 from moeverify.verification.compare.comparison import Comparison
 from moeverify.verification.compare.difference import TensorDifference
@@ -39,6 +39,7 @@ from moeverify.verification.golden.noise import (
 )
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
+from moeverify.verification.golden_run.rewritten_gradients import RewrittenGradients, share_noise
 from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
 
 # The least error that moved roundings of float32 can cause; below it a tensor does not depend on them.
@@ -63,11 +64,13 @@ def calibrate(
     device: torch.device,
     *,
     has_narrow_parts: bool = False,
+    own_updates: Collection[str] = (),
 ) -> dict[str, float]:
     """Return the largest noise of each logical tensor over all perturbed programs, by `noise_key`.
 
     `has_narrow_parts` says that a user's model computes below float64 in a float64 recipe. The noise of
-    these parts is separate, by `narrow_key`: a tensor that does not depend on them has none.
+    these parts is separate, by `narrow_key`: a tensor that does not depend on them has none. `own_updates`
+    are the parameters that a user's step does not update like the recipe's optimizer.
 
     Below float64, the noise of forced steps is measured separately. Rounding errors grow from step to step,
     and the error of a free run is not noise of a step that starts from the golden's state. For adaptive
@@ -80,8 +83,13 @@ def calibrate(
     for forced in kinds:
         is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
         gradients = GradientNoise(reference) if is_pushed else None
+        rewritten: set[str] = set()
         for name, program in perturbed_programs(recipe, device):
-            measured = measure_noise(recipe, program, reference, checks, forced=forced, gradients=gradients)
+            watches: list[Watch[Any]] = [] if gradients is None else [gradients]
+            written = RewrittenGradients(program) if name == "plain" and recipe.step is not None else None
+            watches += [] if written is None else [written]
+            measured = measure_noise(recipe, program, reference, checks, forced=forced, watches=watches)
+            rewritten |= set() if written is None else written.report()
             if name == "plain":
                 noise |= {f"{PLAIN}{key}": error for key, error in measured.items()}
                 noise |= _measure_storage(recipe, program, reference)
@@ -92,9 +100,13 @@ def calibrate(
             choices.num_changed += program.near_ties.num_changed
             choices.num_free += program.near_ties.num_free
         if gradients is not None:
-            noise |= propagate(recipe, reference, gradients, device, forced=forced)
+            noise |= propagate(recipe, reference, gradients, device, forced=forced, left_out=own_updates)
+        shared = {Kind.GRADIENT: rewritten, Kind.UPDATE: rewritten | set(own_updates)}
+        noise |= share_noise(noise, shared, recipe.steps, reference, forced=forced)
     noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}
-    return noise | (_measure_narrow(recipe, reference, checks, device) if has_narrow_parts else {})
+    if has_narrow_parts:
+        noise |= _measure_narrow(recipe, reference, checks, device, own_updates)
+    return noise
 
 
 def _measure_storage(recipe: Recipe, program: TrainingProgram, reference: StoredGolden) -> dict[str, float]:
@@ -112,7 +124,11 @@ def _measure_storage(recipe: Recipe, program: TrainingProgram, reference: Stored
 
 
 def _measure_narrow(
-    recipe: Recipe, reference: StoredGolden, checks: Sequence[Check[Any]], device: torch.device
+    recipe: Recipe,
+    reference: StoredGolden,
+    checks: Sequence[Check[Any]],
+    device: torch.device,
+    own_updates: Collection[str],
 ) -> dict[str, float]:
     """Return the effect of moved roundings on each logical tensor that they change, by `narrow_key`.
 
@@ -125,11 +141,12 @@ def _measure_narrow(
         program = assemble_single(recipe, device)
         tensors = [shard.tensor for shard in program.shards]
         program.loss_context = partial(MovedRoundings, recipe.seed + number, tensors)
-        for key, error in measure_noise(recipe, program, reference, checks, gradients=gradients).items():
+        watches = [] if gradients is None else [gradients]
+        for key, error in measure_noise(recipe, program, reference, checks, watches=watches).items():
             noise[key] = noise.get(key, 0.0) + error
     flips: dict[str, float] = {}
     if gradients is not None:
-        flips = propagate(recipe, reference, gradients, device, forced=False)
+        flips = propagate(recipe, reference, gradients, device, forced=False, left_out=own_updates)
     found: dict[str, float] = {}
     for key, error in noise.items():
         step, kind, name = key.split("/", 2)
@@ -225,16 +242,16 @@ def measure_noise(
     checks: Sequence[Check[Any]] = (),
     *,
     forced: bool = False,
-    gradients: GradientNoise | None = None,
+    watches: Sequence[Watch[Any]] = (),
 ) -> dict[str, float]:
     """Return the distance of a single-device run from the golden, for each logical tensor by `noise_key`.
 
     The distance is relative to the norm of the golden, or the largest absolute error for kinds that are
-    zero by definition. `gradients` also records the errors of the gradients, row by row.
+    zero by definition. `watches` see all tensors of the run, too.
     """
     comparison = Comparison(reference, hash_bits=False)
-    watches = [] if gradients is None else [gradients]
-    with open_observers(Training(recipe, program, golden=reference), comparison, checks, watches) as observer:
+    training = Training(recipe, program, golden=reference)
+    with open_observers(training, comparison, checks, list(watches)) as observer:
         train(
             recipe,
             program,

@@ -24,7 +24,7 @@ algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -102,12 +102,19 @@ class GradientNoise(Watch[None]):
 
 
 def propagate(
-    recipe: Recipe, reference: StoredGolden, noise: GradientNoise, device: torch.device, *, forced: bool
+    recipe: Recipe,
+    reference: StoredGolden,
+    noise: GradientNoise,
+    device: torch.device,
+    *,
+    forced: bool,
+    left_out: Collection[str] = (),
 ) -> dict[str, float]:
     """Return the change of updates and moments by gradient noise, and by sign flips alone, by key.
 
     The keys are `update_drift_key`, whose value includes the rounding of the optimizer, `sign_flip_key`, and
-    `squares_key` for second moments. Unit: relative to the norm of the golden's tensor.
+    `squares_key` for second moments. Unit: relative to the norm of the golden's tensor. Parameters that are
+    `left_out` have another optimizer, which is not known here.
     """
     moved = _replay(recipe, reference, noise, device, "float64", forced=True)
     if not forced:
@@ -118,6 +125,8 @@ def propagate(
     rounded = _replay(recipe, reference, None, device, recipe.precision, forced=forced)
     found: dict[str, float] = {}
     for (step, name), errors in moved.items():
+        if name in left_out:
+            continue
         drift, flips = (errors / PUSH).tolist()
         found[sign_flip_key(step, name, forced=forced)] = flips
         found[update_drift_key(step, name, forced=forced)] = drift + rounded[step, name][0].item()

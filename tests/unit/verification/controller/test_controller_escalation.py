@@ -28,6 +28,7 @@ from moeverify.results.upstream import OffUpstream
 from moeverify.verification.controller import escalation
 from moeverify.verification.controller.escalation import (
     asks_confirmation,
+    choose_confirming,
     confirm,
     find_confirming,
     list_wider,
@@ -360,6 +361,23 @@ def test_of_a_users_own_step_that_differs_in_a_wider_precision_what_differs_befo
     told = confirm(stepped(), "float64", answer(find("v"), update))
     assert (told.verdict, told.findings) == ("pass", ())
     assert "before the optimizer's step" in told.notes[-1]
+
+
+def test_float32_decides_an_undecided_case_of_a_users_own_step() -> None:
+    model = {"factory": "own:make", "vocab_size": 8}
+    recipe = {"name": "r", "model": model, "precision": "bfloat16", "step": "own:step"}
+    case = build_case({"name": "c", "recipe": recipe, "layout": {"dp_shard": 2, "parallelize": "own:shard"}})
+    confirming = find_confirming([case], [])
+    chosen = {
+        verdict: choose_confirming(case, stepped(verdict=verdict), confirming)
+        for verdict in ("pass", "undecided")
+    }
+    assert {verdict: wide and wide.recipe.precision for verdict, wide in chosen.items()} == {
+        "pass": "float64",
+        "undecided": "float32",
+    }
+    told = confirm(stepped(verdict="undecided"), "float32", answer(find("v")))
+    assert told.verdict == "mismatch"
 
 
 def test_what_a_wider_precision_finds_where_a_case_passes_is_the_verdict() -> None:

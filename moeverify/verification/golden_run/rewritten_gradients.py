@@ -1,0 +1,89 @@
+"""Noise of gradients that a user's step rewrites before the optimizer, such as the signs of Lion and Muon.
+
+A sign, or a gradient divided by its own size, is a choice: an element whose gradient is smaller than its noise
+may have either sign. The few calibration runs show that for some tensors and not for others of the same kind, so
+tensors of one shape share the largest noise among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
+from moeverify.train.program import TrainingProgram
+from moeverify.verification.checks.base import Watch
+from moeverify.verification.golden.noise import noise_key
+from moeverify.verification.golden.store import StoredGolden
+
+# Largest difference from a cosine of 1 that a factor and the rounding to bfloat16 (2**-9 an element) leave.
+_ROUNDING = 2.0**-12
+
+
+class RewrittenGradients(Watch[frozenset[str]]):
+    """Reports the parameters whose gradient is no multiple of the sum of the backward passes.
+
+    For a program on one device. A clip multiplies all gradients by one number, and is no such change.
+    """
+
+    def __init__(self, program: TrainingProgram) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._found: set[str] = set()
+        self._hooks: list[RemovableHandle] = []
+        for shard in program.shards:
+            if shard.tensor.requires_grad and shard.tensor.is_leaf:
+                self._hooks.append(self._listen(shard.name, shard.tensor))
+
+    def observe(self, step: int, kind: str, name: str, local: Tensor | None, region: Region) -> None:
+        """Compare a gradient at the optimizer's step with the sum of the backward passes; see `Watch`."""
+        total = self._sums.pop(name, None) if kind == Kind.GRADIENT else None
+        if total is None or local is None or total.numel() != local.numel():
+            return
+        first, second = total.reshape(-1).double(), local.detach().reshape(-1).double()
+        cosine = torch.nn.functional.cosine_similarity(first, second, dim=0)
+        if first.any() and second.any() and abs(float(cosine)) < 1.0 - _ROUNDING:
+            self._found.add(name)
+
+    def close(self) -> None:
+        """Remove the hooks; see `Watch`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._sums.clear()
+
+    def report(self) -> frozenset[str]:
+        """Return the names of the parameters; see `Watch`."""
+        return frozenset(self._found)
+
+    def _listen(self, name: str, tensor: Tensor) -> RemovableHandle:
+        def keep(parameter: Tensor) -> None:
+            if parameter.grad is not None:
+                self._sums[name] = parameter.grad.detach().clone()
+
+        handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
+        return handle
+
+
+def share_noise(
+    noise: Mapping[str, float],
+    names_by_kind: Mapping[Kind, Collection[str]],
+    num_steps: int,
+    reference: StoredGolden,
+    *,
+    forced: bool = False,
+) -> dict[str, float]:
+    """Return the noise of the tensors of each kind: the largest of those of one shape and step."""
+    shared: dict[str, float] = {}
+    for step in range(num_steps):
+        for kind, names in names_by_kind.items():
+            largest: dict[tuple[int, ...], float] = {}
+            shapes = {name: reference.find(step, kind, name) for name in names}
+            known = {name: tuple(value.shape) for name, value in shapes.items() if value is not None}
+            keys = {name: noise_key(step, kind, name, forced=forced) for name in known}
+            for name, shape in known.items():
+                largest[shape] = max(largest.get(shape, 0.0), noise.get(keys[name], 0.0))
+            shared |= {keys[name]: largest[shape] for name, shape in known.items()}
+    return shared
