@@ -403,9 +403,7 @@ def test_what_a_hung_mutant_reports_names_files_of_the_package_alone():
     )
 
 
-def test_results_that_differ_in_kind_are_kept_in_files_beside_each_other(tmp_path: Path) -> None:
+def test_coverage_is_kept_beside_the_results(tmp_path: Path) -> None:
     options = controller.MutationOptions(keep=tmp_path / "rows.jsonl")
-    assert options.keep_file() == tmp_path / "rows.jsonl"
-    assert options.keep_file("coverage") == tmp_path / "rows-coverage.jsonl"
-    assert options.keep_file("mixed", "alone") == tmp_path / "rows-mixed-alone.jsonl"
-    assert controller.MutationOptions().keep_file("coverage") is None
+    assert options.keep_coverage == tmp_path / "rows-coverage.jsonl"
+    assert controller.MutationOptions().keep_coverage is None
