@@ -340,7 +340,7 @@ def _find_models(annotation: Any) -> list[Any]:
 def comm_uneven() -> str:
     """Return the example of an uneven exchange with its backward."""
     file = "examples/collectives/uneven.yaml"
-    command = f"moeverify comm all_to_all --ranks 4 --splits {file} --backward"
+    command = f"moeverify comm all_to_all --world-size 4 --splits {file} --backward"
     return block(run(f"{command} --device cpu").splitlines(), command)
 
 

@@ -6,6 +6,8 @@ import re
 from collections import deque
 from collections.abc import Callable
 
+from moeverify.errors import CaseError, Problem
+
 Match = Callable[[str], bool]
 
 _MOST_DEEP = 50
@@ -30,6 +32,22 @@ def compile_pattern(pattern: str) -> Match:
     if tokens:
         raise PatternError(f"expected `and`, `or` or the end, got `{tokens[0]}`")
     return match
+
+
+def read_pattern(pattern: str | None) -> Match:
+    """Return the predicate of the option `-k`; without the option, every name matches.
+
+    Raises: CaseError when the pattern is invalid.
+    """
+    if pattern is None:
+        return lambda name: True
+    try:
+        return compile_pattern(pattern)
+    except PatternError as error:
+        remedy = "write for example `fsdp and not (cp or tp)`"
+        raise CaseError(
+            [Problem(f"`{pattern}` cannot be read: {error}", path="-k", remedy=remedy)]
+        ) from error
 
 
 def _read_any(tokens: deque[str], depth: int) -> Match:

@@ -44,17 +44,22 @@ EXAMPLES: Mapping[str, str] = {
     "watch": "watch --out runs/ep2 -- torchrun --nproc-per-node 2 train.py",
     "compare": "compare runs/one runs/ep2",
     "mesh": "mesh cases/hsdp-cp-ep.yaml --ranks-per-node 4",
-    "place": "place load.trace --ranks 8 --slots 9",
-    "comm": "comm all_to_all --ranks 4 --backward",
+    "place": "place load.trace --world-size 8 --slots 9",
+    "comm": "comm all_to_all --world-size 4 --backward",
     "route": "route cases/ep2.yaml --tokens 8",
     "bench": "bench cases/ep2.yaml --sweep layout.micro_batches=1,2",
     "convert": "convert Mixtral-8x7B weights --to dcp",
     "doctor": "doctor",
     "faults": "faults run A05",
+    "faults list": "faults list -k router",
+    "faults show": "faults show A05",
+    "faults run": "faults run A05 --markdown faults.md",
+    "faults clean": "faults clean -k 'bfloat16 and tp-ep'",
+    "faults mutate": "faults mutate --number 20 --keep mutants.jsonl",
     "serve": "serve --idle 3600",
     "skill": "skill > SKILL.md",
 }
-"""One command line for the `--help` of each command."""
+"""One command line for the `--help` of each command and subcommand."""
 
 
 # The commands without `--json`.
@@ -99,15 +104,19 @@ def build_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
     app.callback()(_main)
     for name in commands:
         command = getattr(importlib.import_module(f"moeverify.cli.{name}"), name)
-        example = f"\b\nExample: moeverify {EXAMPLES[name]}"
         if isinstance(command, typer.Typer):
             for each in command.registered_commands:
                 each.cls = AnsweringCommand
-            app.add_typer(command, name=name, epilog=example)
+                each.epilog = _show_example(f"{name} {each.name}")
+            app.add_typer(command, name=name, epilog=_show_example(name))
         else:
-            epilog = f"{example}\n\n{_list_checks()}" if name == "check" else example
+            epilog = _show_example(name) + (f"\n\n{_list_checks()}" if name == "check" else "")
             app.command(cls=TextCommand if name in _TEXTS else AnsweringCommand, epilog=epilog)(command)
     return app
+
+
+def _show_example(name: str) -> str:
+    return f"\b\nExample: moeverify {EXAMPLES[name]}"
 
 
 def main() -> None:

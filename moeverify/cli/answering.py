@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moeverify.cli.arguments import file_of_format
 from moeverify.cli.bounds import BoundedCommand
 from moeverify.cli.context import BAD_INPUT, find_rank
 from moeverify.cli.reply import Reply, replying
@@ -50,9 +51,7 @@ def _json_option() -> Any:
 
     @app.command()
     def declare(
-        json: Annotated[
-            Path | None, typer.Option("--json", metavar="FILE", help="Write all results for machines.")
-        ] = None,
+        json: Annotated[Path | None, file_of_format("json")] = None,
     ) -> None:
         """Declare the option; typer makes it."""
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from moeverify.cli.context import is_continuous_integration, own_sections
 from moeverify.cli.options import OptionGroup
+from moeverify.report.formats.registry import FORMATS
 
 if TYPE_CHECKING:
     from moeverify.cases.schema import Case
@@ -52,9 +53,7 @@ Overrides = Annotated[
 ]
 Pattern = Annotated[
     str | None,
-    typer.Option(
-        "-k", metavar="PATTERN", help="Select cases by words in their names: 'fsdp and not (cp or tp)'."
-    ),
+    typer.Option("-k", metavar="PATTERN", help="Select by words in the names: 'fsdp and not (cp or tp)'."),
 ]
 DeviceOption = Annotated[Device, typer.Option("--device", help="Device on which the ranks compute.")]
 BackendOption = Annotated[
@@ -73,14 +72,17 @@ CacheFolder = Annotated[
 GoldenFolder = Annotated[
     Path, typer.Option("--goldens", metavar="DIR", help="Folder with the goldens of the cases.")
 ]
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Show only cases that did not pass, and the last line.")
-]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show only failures, and the last line.")]
 Ranks = Annotated[
     int | None,
     typer.Option(
         "--ranks", min=1, max=1 << 20, help="Use at most this many ranks; cases that need more are skipped."
     ),
+]
+WorldSize = Annotated[int, typer.Option("--world-size", min=1, max=1 << 20, help="Number of ranks.")]
+RanksPerNode = Annotated[
+    int | None,
+    typer.Option("--ranks-per-node", min=1, metavar="N", help="Size of a node, whose ranks are consecutive."),
 ]
 Timeout = Annotated[
     float | None,
@@ -112,17 +114,42 @@ Escalate = Annotated[
     bool,
     typer.Option(
         "--escalate/--no-escalate",
-        help="Where a finding below float64 has no cause or only a place, run the case in wider precisions.",
-    ),
-]
-# For commands in which passing cases are rerun as well.
-EscalateAll = Annotated[
-    bool,
-    typer.Option(
-        "--escalate/--no-escalate",
         help="Run cases below float64 in wider precisions, too: to find causes, and bugs that rounding hides.",
     ),
 ]
+Sketch = Annotated[
+    bool,
+    typer.Option(
+        "--sketch", help="Record, or judge by, sketches instead of whole tensors; see docs/sketches.md."
+    ),
+]
+Debug = Annotated[
+    bool,
+    typer.Option(
+        "--debug",
+        help="Stop ranks at a finding, in multiprocessing_pdb. `run` trains again for it; `watch` needs --guard.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of the random numbers.")]
+Keep = Annotated[
+    Path | None,
+    typer.Option("--keep", metavar="FILE", help="Keep each result there, and run only those without one."),
+]
+OutFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Keep everything in this folder, for other commands."),
+]
+Save = Annotated[
+    Path | None,
+    typer.Option("--save", metavar="FILE", help="Write the result as YAML; a placement also as .json."),
+]
+
+
+def file_of_format(name: str) -> Any:
+    """Return the option for the file, or the folder, of a format of `FORMATS`."""
+    found = next(each for each in FORMATS if each.name == name)
+    return typer.Option(f"--{name}", metavar="DIR" if found.is_folder else "FILE", help=found.help)
+
 
 DEFAULT_GOLDENS = Path("golden")
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Device, DeviceOption, Quiet, Ranks, Timeout
+from moeverify.cli.arguments import (
+    CaseSelection,
+    Device,
+    DeviceOption,
+    Quiet,
+    Ranks,
+    Timeout,
+    file_of_format,
+)
 from moeverify.cli.context import BAD_INPUT, FAILED, open_context, postponed_signals
 from moeverify.cli.options import OptionGroup, with_groups
 from moeverify.cli.track import Tracking
@@ -29,7 +37,7 @@ _Sweep = Annotated[
         help="Measure each case once for each value, e.g. layout.ep=1,2; repeatable, for all combinations.",
     ),
 ]
-_Steps = Annotated[int, typer.Option("--steps", min=1, max=10**6, help="Steps that are measured.")]
+_Iterations = Annotated[int, typer.Option("--iterations", min=1, max=10**6, help="Steps that are measured.")]
 _Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps before the measured ones.")]
 
 
@@ -37,9 +45,7 @@ _Warmup = Annotated[int, typer.Option("--warmup", min=1, max=10**6, help="Steps 
 class BenchFiles(OptionGroup):
     """Files written in addition to the tables."""
 
-    plots: Annotated[
-        Path | None, typer.Option("--plots", metavar="DIR", help="Write a picture of the sweep as PNG.")
-    ] = None
+    plots: Annotated[Path | None, file_of_format("plots")] = None
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -93,14 +99,15 @@ def bench(
     tracking: Tracking,
     device: DeviceOption = Device.auto,
     ranks: Ranks = None,
-    steps: _Steps = 10,
+    iterations: _Iterations = 10,
     warmup: _Warmup = 3,
     timeout: Timeout = None,
     quiet: Quiet = False,
 ) -> None:
     """Measure each case: time of a step, tokens and operations a second, memory, collectives.
 
-    Needs no golden: `moeverify run` checks the results. Ctrl-C keeps the measurements so far.
+    Needs no golden: `moeverify run` checks the results. `--plots` draws the sweep. Ctrl-C keeps the
+    measurements so far.
     """
     with open_context() as context:
         from moeverify.report.bench import render_bench
@@ -118,7 +125,7 @@ def bench(
             device=device.value,
             num_ranks=ranks,
             warmup=warmup,
-            steps=steps,
+            steps=iterations,
             timeout=timeout,
             profiles=folders,
         )

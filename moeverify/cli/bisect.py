@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moeverify.cli.arguments import Quiet
 from moeverify.cli.context import open_context
 
 _UNDECIDED = 4
@@ -34,7 +35,7 @@ def bisect(
     jobs: Annotated[
         int, typer.Option("--jobs", min=1, max=64, help="Verify this many commits at a time.")
     ] = 1,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show only the result.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Find the commit since which a case fails: `moeverify bisect v1..HEAD -- verify/tp.yaml`.
 

@@ -18,6 +18,17 @@ _MOST_INTEGER = (1 << 63) - 1
 _LONGEST_PATH, _LONGEST_TEXT = 4095, 1 << 17  # bytes, on Linux
 
 
+_RENAMED = {
+    ("bench", "--steps"): "--iterations",
+    ("comm", "--ranks"): "--world-size",
+    ("init", "--set"): "--arg",
+    ("place", "--nodes"): "--ranks-per-node",
+    ("place", "--out"): "--save",
+    ("place", "--ranks"): "--world-size",
+    ("shrink", "--out"): "--save",
+}
+
+
 class BoundedCommand(TyperCommand):
     """A command whose arguments are checked against the limits before it runs."""
 
@@ -32,6 +43,9 @@ class BoundedCommand(TyperCommand):
             text = getattr(error, "message", None)
             if isinstance(text, str):  # of a usage error, which repeats the value; pydantic adds a prefix
                 error.message = elide(clean(text.removeprefix("Value error, ")), MOST_TEXT)  # type: ignore[attr-defined]
+            new = _RENAMED.get((self.name or "", getattr(error, "option_name", "")))
+            if new is not None:
+                error.possibilities = [new]  # type: ignore[attr-defined]
             raise
         for param in self.params:
             problem = find_problem(ctx.params.get(param.name))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption
+from moeverify.cli.arguments import Backend, BackendOption, Device, DeviceOption, WorldSize
 from moeverify.cli.context import EXIT_CODES, open_context
 from moeverify.results.collective_name import CollectiveName
 
@@ -15,7 +15,6 @@ _Name = Annotated[
     CollectiveName,
     typer.Argument(metavar="COLLECTIVE", help=f"{', '.join(CollectiveName)}.", show_default=False),
 ]
-_Ranks = Annotated[int, typer.Option("--ranks", min=1, max=1024, help="Ranks that take part.")]
 _Size = Annotated[int, typer.Option("--size", min=1, max=64, help="Elements of each part.")]
 _Splits = Annotated[
     Path | None,
@@ -30,7 +29,7 @@ _Backward = Annotated[bool, typer.Option("--backward", help="Show the gradients 
 def comm(
     collective: _Name,
     *,
-    ranks: _Ranks = 4,
+    world_size: WorldSize = 4,
     size: _Size = 2,
     splits: _Splits = None,
     source: _Source = 0,
@@ -48,12 +47,12 @@ def comm(
         from moeverify.report.progress import show_work
         from moeverify.verification.controller.collective import run_collective
 
-        sizes = _choose_sizes(collective, ranks, size, splits, source)
-        with show_work(context.err, f"running {collective} on {ranks} ranks"):
+        sizes = _choose_sizes(collective, world_size, size, splits, source)
+        with show_work(context.err, f"running {collective} on {world_size} ranks"):
             found = run_collective(
                 collective,
                 sizes,
-                num_ranks=ranks,
+                num_ranks=world_size,
                 source=source,
                 backward=backward,
                 device=device.value,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from moeverify.cli.arguments import Quiet
+from moeverify.cli.arguments import OutFolder, Quiet
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
@@ -30,9 +30,7 @@ def compare(
         Path | None,
         typer.Option("--noise", metavar="RUN", help="A second RUN_A with --nudge: it measures rounding."),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep everything for report and diff.")
-    ] = None,
+    out: OutFolder = None,
     quiet: Quiet = False,
 ) -> None:
     """Compare two runs of a training script that `moeverify watch` has recorded.

@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CacheFolder, Device, DeviceOption, Escalate, EscalateAll, Quiet
+from moeverify.cli.arguments import (
+    CacheFolder,
+    Device,
+    DeviceOption,
+    Escalate,
+    Keep,
+    Pattern,
+    Quiet,
+    Seed,
+    Timeout,
+    file_of_format,
+)
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context, own_sections, postponed_signals
 
 if TYPE_CHECKING:
@@ -41,41 +52,31 @@ Numbers = Annotated[
         help="Faults by number (A05), or by class, its name (expert_gradients) or letter (A); all if left out.",
     ),
 ]
-Words = Annotated[
-    str | None,
-    typer.Option(
-        "-k", metavar="PATTERN", help="Select faults by words in the output of `list`: 'router and tp'."
-    ),
-]
 InPrecision = Annotated[
     FaultPrecision | None,
     typer.Option(
         "--precision", help="Run the faults that are bugs in this other precision.", show_default=False
     ),
 ]
-Output = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write the table as Markdown too.")
-]
-
+Markdown = Annotated[Path | None, file_of_format("markdown")]
 Without = Annotated[
     list[str] | None,
     typer.Option(
         "--without",
         metavar="MECHANISM",
-        help="Leave out a hypothesis by name, or `explain`, the search for the first wrong operation. "
-        "Can be repeated.",
+        help="Leave out a hypothesis, or `explain`: the search for the first wrong operation; repeatable.",
     ),
 ]
 _Number = Annotated[int, typer.Option("--number", min=1, max=1_000_000, help="How many mutants to choose.")]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses. Can be repeated."),
+    typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses; repeatable."),
 ]
 
 
 @faults.command("list")
-def list_faults(numbers: Numbers = None, *, pattern: Words = None) -> None:
-    """List faults, one a line: number, class, the bug, and where it happened."""
+def list_faults(numbers: Numbers = None, *, pattern: Pattern = None) -> None:
+    """List faults, one a line: number, class, the bug, and where it happened. `-k` searches the lines."""
     with open_context() as context:
         from moeverify.faults.choice import choose_faults, describe
 
@@ -141,19 +142,19 @@ def show(numbers: Annotated[list[str], typer.Argument(metavar="FAULT...")]) -> N
 def run(
     numbers: Numbers = None,
     *,
-    pattern: Words = None,
+    pattern: Pattern = None,
     precision: InPrecision = None,
-    escalate: EscalateAll = True,
+    escalate: Escalate = True,
     without: Without = None,
     only: Only = None,
-    markdown: Output = None,
+    markdown: Markdown = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     quiet: Quiet = False,
 ) -> None:
     """Inject faults, one run each, and say which were detected, located and named.
 
-    Exit code 1 when a fault was not detected, 3 when a rank failed.
+    `-k` searches the lines of `faults list`. Exit code 1 when a fault was not detected, 3 when a rank failed.
     """
     with open_context() as context:
         from moeverify.explain.fitting.order import EXPLAIN
@@ -236,26 +237,16 @@ def clean(
     num_seeds: Annotated[
         int, typer.Option("--seeds", min=1, max=1000, help="How many seeds for each setting.")
     ] = 1,
-    pattern: Annotated[
-        str | None,
-        typer.Option(
-            "-k", metavar="PATTERN", help="Select runs by words in group and name: 'bfloat16 and tp-ep'."
-        ),
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep", metavar="FILE", help="Keep each result there, and run only those without one."
-        ),
-    ] = None,
-    markdown: Output = None,
+    pattern: Pattern = None,
+    keep: Keep = None,
+    markdown: Markdown = None,
     device: DeviceOption = Device.auto,
     cache: CacheFolder = None,
     quiet: Quiet = False,
 ) -> None:
     """Run clean cases over layouts, precisions, recipes and seeds; every alarm is a false one.
 
-    Exit code 1 when there was an alarm, 3 when a rank failed.
+    `-k` searches groups and names. Exit code 1 when there was an alarm, 3 when a rank failed.
     """
     with open_context() as context:
         from moeverify.report.faults import summarize_clean, write_clean
@@ -291,18 +282,11 @@ def mutate(
     ] = None,
     *,
     number: _Number = 60,
-    seed: Annotated[int, typer.Option("--seed", help="Seed that chooses the mutants.")] = 0,
+    seed: Seed = 0,
     list_only: Annotated[bool, typer.Option("--list", help="Show all mutants, and run none.")] = False,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep", metavar="FOLDER", help="Keep each result there, and run only those without one."
-        ),
-    ] = None,
-    markdown: Output = None,
-    timeout: Annotated[
-        float, typer.Option("--timeout", min=1.0, max=1e7, help="Seconds for one mutant.")
-    ] = 100.0,
+    keep: Keep = None,
+    markdown: Markdown = None,
+    timeout: Timeout = 100.0,
     precision: InPrecision = None,
     escalate: Escalate = True,
     device: DeviceOption = Device.auto,
@@ -322,9 +306,9 @@ def mutate(
         from moeverify.report.progress import open_progress
         from moeverify.verification.controller.mutation import MutationOptions, run_mutants
 
-        check_writable([markdown] if markdown is not None else [], keep)
+        check_writable([path for path in (keep, markdown) if path is not None])
         options = replace(_options(device, cache), timeout=timeout)
-        how = MutationOptions(tuple(names or ()), number, seed, keep, escalates=escalate)
+        how = MutationOptions(tuple(names or ()), number, seed or 0, keep, escalates=escalate)
         if precision is not None:
             how = replace(how, precision=precision.value)
         with open_progress(context.out, quiet=quiet) as progress:

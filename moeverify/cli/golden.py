@@ -14,6 +14,7 @@ from moeverify.cli.arguments import (
     DeviceOption,
     GoldenFolder,
     Quiet,
+    Sketch,
     Timeout,
 )
 from moeverify.cli.context import open_context
@@ -28,12 +29,7 @@ def golden(
         bool,
         typer.Option("--check", help="Write nothing; exit with 1 if one is missing, differs or is unused."),
     ] = False,
-    sketch: Annotated[
-        bool,
-        typer.Option(
-            "--sketch", help="Record sketches, computed in the memory of one layer; see docs/sketches.md."
-        ),
-    ] = False,
+    sketch: Sketch = False,
     plan: Annotated[
         bool,
         typer.Option("--plan", help="Compute nothing: print the memory and time that --sketch would need."),

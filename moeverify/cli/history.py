@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from moeverify.cli.arguments import Pattern
 from moeverify.cli.context import BAD_INPUT, open_context
 
 
@@ -16,9 +17,7 @@ def history(
         Path,
         typer.Argument(metavar="DIR", help="A folder with folders of --out, or with files of --json."),
     ],
-    pattern: Annotated[
-        str, typer.Option("-k", metavar="TEXT", help="Only cases with this text in their names.")
-    ] = "",
+    pattern: Pattern = None,
 ) -> None:
     """List kept runs, the oldest first: verdicts, and the largest error over its bound.
 
@@ -36,7 +35,7 @@ def history(
             context.err.print(f"left out: {problem}", soft_wrap=True)
         if not runs:
             remedy = "`moeverify run CASE --out DIR/NAME` keeps one"
-            which = f" with a case named *{pattern}*" if pattern else ""
+            which = f" with a case that matches `{pattern}`" if pattern is not None else ""
             raise CaseError([Problem(f"{folder} has no run{which}", path="DIR", remedy=remedy)])
         render_history(runs, context.out)
         rows = tuple(HistoryRow(**asdict(each)) for each in runs)

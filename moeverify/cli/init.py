@@ -34,7 +34,7 @@ def init(
     given: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
+            "--arg",
             metavar="NAME=VALUE",
             help="An argument, or a field of the configuration, of your model; repeatable.",
         ),
@@ -98,7 +98,7 @@ def _render_model(model: TriedModel, context: CommandContext) -> None:
         print_fact(context.out, "smaller", f"{before} to {after} parameters: {changes}", indent=0)
     if model.guessed:
         sizes = ", ".join(f"{name} {size}" for name, size in model.guessed.items())
-        print_fact(context.out, "guessed", f"{sizes}: the code leaves them open, --set NAME=VALUE", indent=0)
+        print_fact(context.out, "guessed", f"{sizes}: the code leaves them open, --arg NAME=VALUE", indent=0)
     if model.loss:
         print_fact(context.out, "loss", model.loss, indent=0)
     for note in model.notes:

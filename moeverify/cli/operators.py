@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.arguments import file_of_format
 from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
@@ -34,9 +35,7 @@ def operators(
     case: Annotated[
         str | None, typer.Option("--case", metavar="NAME", help="Which case of RUN, if several failed.")
     ] = None,
-    html: Annotated[Path, typer.Option("--html", metavar="FILE", help="Write one HTML page.")] = Path(
-        "operators.html"
-    ),
+    html: Annotated[Path, file_of_format("html")] = Path("operators.html"),
 ) -> None:
     """List the operators of a step on both sides, each with its counterpart and its error.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
+from moeverify.cli.arguments import file_of_format
 from moeverify.cli.github import is_github, publish_run
 from moeverify.cli.options import OptionGroup
 from moeverify.report.formats.registry import FORMATS, write_run
@@ -60,12 +61,7 @@ class Outputs(OptionGroup):
                 each.name,
                 Parameter.KEYWORD_ONLY,
                 default=None,
-                annotation=Annotated[
-                    Path | None,
-                    typer.Option(
-                        f"--{each.name}", metavar="DIR" if each.is_folder else "FILE", help=each.help
-                    ),
-                ],
+                annotation=Annotated[Path | None, file_of_format(each.name)],
             )
             for each in FORMATS
         ]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.arguments import RanksPerNode, Save, WorldSize
 from moeverify.cli.context import open_context
 
 if TYPE_CHECKING:
@@ -17,13 +18,9 @@ _Trace = Annotated[
     Path,
     typer.Argument(metavar="TRACE", help="A load trace, or an array of numpy (.npy).", show_default=False),
 ]
-_Ranks = Annotated[
-    int, typer.Option("--ranks", min=1, help="Ranks that share the experts.", show_default=False)
-]
 _Slots = Annotated[
     int, typer.Option("--slots", min=1, help="Experts that a rank has room for.", show_default=False)
 ]
-_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Nodes; ranks fill them in order.")]
 _Current = Annotated[
     Path | None,
     typer.Option("--current", metavar="FILE", help="The placement in use. Default: equal blocks."),
@@ -40,22 +37,19 @@ _MaxMoves = Annotated[
 _Last = Annotated[
     int | None, typer.Option("--last", min=1, metavar="N", help="Use only the last N steps of the trace.")
 ]
-_Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="Write the placement: .yaml or .json.")
-]
 _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of the loads.")]
 
 
 def place(
     trace: _Trace,
     *,
-    ranks: _Ranks,
+    world_size: WorldSize,
     slots: _Slots,
-    nodes: _Nodes = 1,
+    ranks_per_node: RanksPerNode = None,
     current: _Current = None,
     max_moves: _MaxMoves = None,
     last: _Last = None,
-    out: _Out = None,
+    save: Save = None,
     svg: _Svg = None,
 ) -> None:
     """Place experts where the load is, with replicas of hot ones in spare slots.
@@ -73,10 +67,10 @@ def place(
         from moeverify.tools.placement.text import print_plan
         from moeverify.tools.placement.trace_file import read_trace
 
-        check_writable([file for file in (out, svg) if file is not None])
+        check_writable([file for file in (save, svg) if file is not None])
         load_trace, cluster, placement = collect(
             lambda: read_trace(trace, last=last),
-            lambda: Cluster(ranks, nodes),
+            lambda: Cluster.of_nodes(world_size, ranks_per_node),
             lambda: None if current is None else read_placement(current),
         )
         with show_work(context.err, "placing experts"):
@@ -90,11 +84,11 @@ def place(
                 max_moves=max_moves,
             )
         print_plan(plan, context.out, name=str(trace))
-        _write_files(plan, out, svg)
+        _write_files(plan, save, svg)
         context.reply.document = dumps(plan_to_dict(plan))
 
 
-def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None) -> None:
+def _write_files(plan: PlacementPlan, save: Path | None, svg: Path | None) -> None:
     """Write the requested files."""
     import json
 
@@ -103,9 +97,9 @@ def _write_files(plan: PlacementPlan, out: Path | None, svg: Path | None) -> Non
     from moeverify.tools.placement.placement_file import format_placement, placement_to_dict
 
     placement = plan.after.placement
-    if out is not None:
-        is_json = out.suffix == ".json"
+    if save is not None:
+        is_json = save.suffix == ".json"
         text = json.dumps(placement_to_dict(placement)) if is_json else format_placement(placement)
-        write_atomically(out, text)
+        write_atomically(save, text)
     if svg is not None:
         write_atomically(svg, draw_plan(plan))

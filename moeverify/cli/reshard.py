@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, OutFolder, Quiet, RunSettings
 from moeverify.cli.context import open_context
 from moeverify.cli.options import with_groups
 from moeverify.cli.outputs import Outputs
@@ -23,10 +22,7 @@ def reshard(
     *,
     selection: CaseSelection,
     outputs: Outputs,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep everything, the checkpoints too."),
-    ] = None,
+    out: OutFolder = None,
     settings: RunSettings,
     quiet: Quiet = False,
 ) -> None:

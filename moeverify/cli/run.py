@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moeverify.cli.arguments import CaseSelection, EscalateAll, Quiet, RunSettings
+from moeverify.cli.arguments import (
+    CaseSelection,
+    Debug,
+    Escalate,
+    Keep,
+    OutFolder,
+    Quiet,
+    RunSettings,
+    Sketch,
+)
 from moeverify.cli.context import BAD_INPUT, EXIT_CODES, CommandContext, open_context, postponed_signals
 from moeverify.cli.debug import debug_first
 from moeverify.cli.github import publish_error
@@ -35,20 +44,14 @@ if TYPE_CHECKING:
 class Judging(OptionGroup):
     """Options for the judgement of cases and the diagnosis of findings."""
 
-    sketch: Annotated[
-        bool,
-        typer.Option(
-            "--sketch",
-            help="Judge by a golden of sketches even if whole tensors are stored; see docs/sketches.md.",
-        ),
-    ] = False
+    sketch: Sketch = False
     follow_up: Annotated[
         bool,
         typer.Option(
             "--follow-up", help="If several axes explain a finding, run a layout that distinguishes them."
         ),
     ] = False
-    escalate: EscalateAll = True
+    escalate: Escalate = True
     allow_undecided: Annotated[
         bool,
         typer.Option(
@@ -66,12 +69,7 @@ class Judging(OptionGroup):
             help="Seconds for the search for the first wrong operation of a case; 0 leaves it out.",
         ),
     ] = 60.0
-    debug: Annotated[
-        bool,
-        typer.Option(
-            "--debug", help="Then train the first case that failed again, and stop its ranks at the finding."
-        ),
-    ] = False
+    debug: Debug = False
 
     def complete(self, options: RunOptions, cases: Sequence[Case]) -> RunOptions:
         """Return the run options with these settings.
@@ -95,16 +93,8 @@ def run(
     *,
     selection: CaseSelection,
     outputs: Outputs,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep everything for report, diff and debugging."),
-    ] = None,
-    keep: Annotated[
-        Path | None,
-        typer.Option(
-            "--keep", metavar="FILE", help="Keep each verdict there, and run only cases without one."
-        ),
-    ] = None,
+    out: OutFolder = None,
+    keep: Keep = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Stay, and rerun the cases that a changed file affects.")
     ] = False,

@@ -13,9 +13,7 @@ from moeverify.cli.context import open_context
 def serve(
     idle: Annotated[
         float,
-        typer.Option(
-            "--idle", metavar="SECONDS", min=1, max=86400, help="End after this time without a launch."
-        ),
+        typer.Option("--idle", metavar="S", min=1, max=86400, help="End after this time without a launch."),
     ] = 900.0,
     device: DeviceOption = Device.auto,
     stop: Annotated[bool, typer.Option("--stop", help="End all such processes of this user.")] = False,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings
+from moeverify.cli.arguments import CaseSelection, Quiet, RunSettings, Save
 from moeverify.cli.context import CommandContext, open_context, postponed_signals
 from moeverify.cli.options import with_groups
 
@@ -22,17 +20,15 @@ if TYPE_CHECKING:
 def shrink(
     *,
     selection: CaseSelection,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="The case file to write. Default: NAME-small.yaml."),
-    ] = None,
+    save: Save = None,
     settings: RunSettings,
     quiet: Quiet = False,
 ) -> None:
     """Make a case that has a mismatch smaller: fewer ranks, layers, steps and rows.
 
     Every smaller case is verified, and kept if the same check fails for the same kind of cause, and the first
-    wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far.
+    wrong line is the same, if it is proved. Ctrl-C ends the search and keeps the smallest case so far: in
+    NAME-small.yaml, or the file of --save.
     """
     with open_context() as context:
         from moeverify.report.files import check_writable
@@ -44,7 +40,7 @@ def shrink(
         from moeverify.verification.launch.warm import warm_server
 
         case = _choose(selection.load())
-        file = out or Path(case.file).with_name(f"{Path(case.file).stem}-small.yaml")
+        file = save or Path(case.file).with_name(f"{Path(case.file).stem}-small.yaml")
         check_writable([file])
         examine_place(case, file)
         options = replace(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moeverify.cli.arguments import Debug, OutFolder, Seed
 from moeverify.cli.context import EXIT_CODES, CommandContext, open_context
 
 if TYPE_CHECKING:
@@ -34,17 +35,9 @@ class Reaction(StrEnum):
     STOP = "stop"
 
 
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", metavar="DIR", help="A new folder for the recording.", show_default=False),
-]
 Steps = Annotated[str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")]
 Limit = Annotated[
     float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", min=0, max=2**32 - 1, help="Seed torch, NumPy and Python before the script does."),
 ]
 Weights = Annotated[
     Path | None,
@@ -93,7 +86,6 @@ Every = Annotated[
     int, typer.Option("--every", min=2, metavar="N", help="With --guard: sample every N-th step.")
 ]
 OnFinding = Annotated[Reaction, typer.Option("--on-finding", help="With --guard: go on, or end the script.")]
-Debug = Annotated[bool, typer.Option("--debug", help="With --guard: stop ranks in multiprocessing_pdb.")]
 Hang = Annotated[
     float,
     typer.Option(
@@ -131,7 +123,7 @@ def watch(
         ),
     ],
     *,
-    out: Out = None,
+    out: OutFolder = None,
     steps: Steps = "0-3",
     limit: Limit = 64.0,
     weights: Weights = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moeverify.cases.select import PatternError, compile_pattern
+from moeverify.cases.select import read_pattern
 from moeverify.cases.suggest import find_nearest
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.catalogue import FaultClass, load_classes, load_faults
@@ -26,17 +26,16 @@ def choose_faults(words: Sequence[str], pattern: str | None = None) -> list[Faul
         chosen |= {fault.number: fault for fault in found}
         if not found:
             problems.append(_describe_unknown(word, classes))
-    left = list(chosen.values())
-    if pattern is not None:
-        try:
-            matches = compile_pattern(pattern)
-        except PatternError as error:
-            problems.append(Problem(f"`{pattern}` cannot be read: {error}", path="-k"))
-        else:
-            left = [fault for fault in left if matches(describe(fault))]
-            if not left and not problems:
-                message = f"no fault of {len(chosen)} matches `{pattern}`"
-                problems.append(Problem(message, path="-k", remedy="`moeverify faults list` shows all"))
+    left: list[Fault] = []
+    try:
+        matches = read_pattern(pattern)
+    except CaseError as error:
+        problems += error.problems
+    else:
+        left = [fault for fault in chosen.values() if matches(describe(fault))]
+        if not left and not problems:
+            message = f"no fault of {len(chosen)} matches `{pattern}`"
+            problems.append(Problem(message, path="-k", remedy="`moeverify faults list` shows all"))
     if problems:
         raise CaseError(problems)
     return left

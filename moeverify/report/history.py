@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from moeverify.cases.select import read_pattern
 from moeverify.errors import FormatError
 from moeverify.report.console import new_table, print_table, style_verdict
 from moeverify.report.finding_rows import name_tensor
@@ -39,13 +40,16 @@ class KeptRun:
 
 
 def list_runs(
-    folder: Path, pattern: str = "", on_file: OnPart = lambda *_: None
+    folder: Path, pattern: str | None = None, on_file: OnPart = lambda *_: None
 ) -> tuple[list[KeptRun], list[str]]:
     """Return the runs that `--out` and `--json` left in a folder, oldest first, and why others were skipped.
 
-    `pattern` selects the cases with this text in their names; runs without such a case are left out.
-    `on_file` receives how many files are read, and how many there are.
+    `pattern` selects cases by words in their names; runs without such a case are left out. `on_file` receives
+    how many files are read, and how many there are.
+
+    Raises: CaseError when the pattern is invalid.
     """
+    matches = read_pattern(pattern)
     runs: list[KeptRun] = []
     problems: list[str] = []
     files = list(_find_files(folder))
@@ -56,7 +60,7 @@ def list_runs(
         except FormatError as error:
             problems.append(str(error))
             continue
-        cases = [case for case in run.cases if pattern in case.name]
+        cases = [case for case in run.cases if matches(case.name)]
         if cases:
             name = path.parent.name if path.name == RUN_FILE and path.parent != folder else path.name
             runs.append(_summarize(name, run, cases))

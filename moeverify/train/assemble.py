@@ -304,4 +304,5 @@ def fill_one(spec: ReferenceModel, seed: int, shard: LocalShard, dtype: torch.dt
     """Fill one shard with initial values rounded to `dtype`."""
     local = shard.local()
     values = _draw(spec, seed, shard, local.device)
+    # Rounded to the dtype of the recipe, so that a golden in float64 starts from the same values.
     local.copy_(values.to(dtype).to(local.dtype).reshape(local.shape))

@@ -66,6 +66,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     else:
         size = max(1, MOST_LOGITS // flat.shape[-1])
         chunks = zip(torch.split(flat, size), torch.split(flat_targets, size), strict=True)
+        # The entropy draws no random numbers, so the states of generators need not be kept.
         again = partial(checkpoint, _entropy_of_tokens, use_reentrant=False, preserve_rng_state=False)
         loss = torch.cat([again(*chunk, wide) for chunk in chunks])
     if isinstance(loss, DTensor):

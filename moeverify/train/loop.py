@@ -137,6 +137,8 @@ def _observe_state(program: TrainingProgram, observer: Observer, step: int, befo
     """
     weights = _name(program.live_shards())
     if weights:
+        # Without rounding, if the new value is within a factor of two of the old one
+        # (https://en.wikipedia.org/wiki/Sterbenz_lemma).
         torch._foreach_neg_(list(before))
         torch._foreach_add_(list(before), [new for _, new, _ in weights])
         named = [(name, update, region) for (name, _, region), update in zip(weights, before, strict=True)]
@@ -203,6 +205,7 @@ def _run_one_by_one(inputs: StepInputs) -> Iterator[MicroBatchResult]:
         is_last = number == len(inputs.batches) - 1
         with program.accumulate(is_last), program.loss_context(), program.subject.surround(), near_ties:
             losses, token_loss = compute_losses(recipe, program, batch, inputs.normalizers)
+            # `scale` undoes the average of wrappers over ranks: the losses of ranks are parts of a sum.
             program.engine.backward(losses.total * program.scale)
         yield MicroBatchResult(batch, losses.detach(), token_loss)
 
@@ -230,6 +233,7 @@ def _observe_results(
             program.rebalancing.count(program.routers)
         counts = [old + new for old, new in zip(counts, seen, strict=True)] if counts else seen
     for name, value in totals.items():
+        # Widened first: the sum over ranks then adds no rounding in float32.
         observer.observe(step, Kind.LOSS, name, program.sums.over_batch(value.to(torch.float64)), SCALAR)
     return counts
 

@@ -85,6 +85,7 @@ class FixedWeights:
         for name, parameter in gathered.items():
             local = local_part(parameter).detach()
             fixed = nn.Parameter(local.clone() if name in self._copied else local, parameter.requires_grad)
+            # Before the capture, so that a backward pass adds to it instead of allocating a gradient.
             fixed.grad = torch.zeros_like(fixed)
             self.parameters[name] = fixed
 
@@ -254,6 +255,8 @@ def capture(function: Callable[[], None], device: torch.device) -> Callable[[], 
     `function` first runs `_WARMUP_PASSES` times and modifies its accumulators. During capture it launches
     nothing. Collective: the ranks of the collectives in `function`.
     """
+    # torch asks for passes on a side stream before a capture
+    # (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -242,6 +242,7 @@ class Tap:
             self.on_reading(reading)
             return
         self._room -= local.numel()
+        # Copied on CPUs too: later operations may write into the tensor.
         self._readings.append(replace(reading, local=shaped.to("cpu", copy=True)))
 
 

@@ -71,6 +71,7 @@ def _find_flips(
     expected, margin = (send(values, record.ids.device) for values in (expected, margin))
     if record.ids.shape != expected.shape:
         return margin  # another number of choices differs for every token
+    # As sets: the order of two chosen experts does not change the output beyond rounding.
     flipped = (record.ids.sort(dim=-1).values != expected.sort(dim=-1).values).any(dim=-1)
     return torch.where(flipped, margin, 0.0)
 

@@ -31,5 +31,6 @@ def find_factor(spec: OptimizerSpec, num_steps: int, step: int) -> float:
     """
     if step < spec.warmup_steps:
         return (step + 1) / (spec.warmup_steps + 1)
+    # LambdaLR asks for a rate after the last step as well, and all steps may be warmup.
     part = min(1.0, (step - spec.warmup_steps) / max(num_steps - spec.warmup_steps, 1))
     return RATE_SCHEDULE.find(spec.schedule).factor(part)

@@ -90,6 +90,7 @@ class TrainingState:
         epoch = facts["schedule"]
         known = self.schedule.state_dict()
         self.schedule.load_state_dict(
+            # The constructor of a schedule makes a step, which raises `_step_count` to 1 and `last_epoch` to 0.
             {**known, "base_lrs": rates, "_last_lr": now, "last_epoch": epoch, "_step_count": epoch + 1}
         )
         self.step = facts["step"]
@@ -136,6 +137,7 @@ class TrainingState:
         """
         options = [(group["lr"], group["weight_decay"]) for group in self.optimizer.param_groups]
         for shard in self.program.shards:
+            # Optimizers skip a parameter whose gradient is None.
             shard.tensor.grad = torch.zeros_like(shard.tensor)
         for group in self.optimizer.param_groups:
             group["lr"], group["weight_decay"] = 0.0, 0.0
@@ -144,6 +146,7 @@ class TrainingState:
         for group, (rate, decay) in zip(self.optimizer.param_groups, options, strict=True):
             group["lr"], group["weight_decay"] = rate, decay
         self.optimizer.zero_grad(set_to_none=True)
+        # Adam's step counter is 1 by now.
         for shard in self._moments():
             _clear(shard.tensor)
 

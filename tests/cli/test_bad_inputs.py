@@ -434,7 +434,7 @@ def test_traces(invoke: Any, tmp_path: Path, try_all: Any) -> None:
     with TraceWriter(trace, made.header) as writer:
         for step, copies in zip(made.steps, made.copies, strict=True):
             writer.append(step, copies)
-    words = ("place", trace, "--ranks", "4", "--slots", "6")
+    words = ("place", trace, "--world-size", "4", "--slots", "6")
     try_all("trace", trace, spoil_bytes, lambda: judge(invoke(*words), (0, 2)))
 
 
@@ -442,7 +442,7 @@ def test_arrays_and_placements(invoke: Any, tmp_path: Path, try_all: Any) -> Non
     trace = tmp_path / "load.npy"
     np.save(trace, np.arange(3 * 2 * 8).reshape(3, 2, 8))
     placed = tmp_path / "placed.yaml"
-    words = ("place", trace, "--ranks", "4", "--slots", "2")
-    assert invoke(*words, "--out", placed).exit_code == 0
+    words = ("place", trace, "--world-size", "4", "--slots", "2")
+    assert invoke(*words, "--save", placed).exit_code == 0
     try_all("array", trace, spoil_bytes, lambda: judge(invoke(*words), (0, 2)))
     try_all("placement", placed, spoil_yaml, lambda: judge(invoke(*words, "--current", placed), (0, 2)))

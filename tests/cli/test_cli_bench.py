@@ -26,7 +26,7 @@ def test_cases_are_measured_side_by_side(tmp_path: Path, case_file: Path, invoke
         "cpu",
         "--ranks",
         2,
-        "--steps",
+        "--iterations",
         3,
         "--warmup",
         1,
@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", 0], "--steps"),
+        (["--iterations", 0], "--iterations"),
         (["--warmup", 0], "--warmup"),
         (["--ranks", 0], "--ranks"),
         (["--timeout", 0], "--timeout"),
@@ -151,7 +151,7 @@ def test_what_was_measured_before_an_interrupt_is_printed(
 
     monkeypatch.setattr(LineProgress, "on_event", interrupt)
     file = tmp_path / "bench.json"
-    options = ("--device", "cpu", "--ranks", 2, "--steps", 1, "--warmup", 1, "--json", file)
+    options = ("--device", "cpu", "--ranks", 2, "--iterations", 1, "--warmup", 1, "--json", file)
     done = invoke("bench", case_file, other, *options)
     assert done.exit_code == 130, done.output
     found, missing = BenchRun.model_validate(json.loads(file.read_text())).cases

@@ -89,7 +89,9 @@ def _render(run: CollectiveRun) -> str:
 def test_an_uneven_exchange_is_shown_and_written(tmp_path: Path, invoke: Invoke) -> None:
     splits, file = tmp_path / "splits.yaml", tmp_path / "comm.json"
     splits.write_text("splits:\n  - [1, 2]\n  - [0, 3]\n")
-    done = invoke("comm", "all_to_all", "--ranks", 2, "--splits", splits, "--device", "cpu", "--json", file)
+    done = invoke(
+        "comm", "all_to_all", "--world-size", 2, "--splits", splits, "--device", "cpu", "--json", file
+    )
     assert done.exit_code == 0, done.output
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["0", "0", "|", "1", "2", "1", "2", "1", "0", "0", "|", "-", "equal"] in rows
@@ -145,7 +147,7 @@ def test_a_file_of_splits_is_refused_with_all_that_is_wrong(
 ) -> None:
     file = tmp_path / "splits.yaml"
     file.write_text(text)
-    done = invoke("comm", collective, "--ranks", 2, "--splits", file)
+    done = invoke("comm", collective, "--world-size", 2, "--splits", file)
     assert done.exit_code == 2
     for each in wrong:
         assert each in done.output
@@ -158,7 +160,10 @@ def test_a_file_of_splits_is_refused_with_all_that_is_wrong(
         (("broadcast", "--source", 4), ["--source: there is no rank 4 among 4"]),
         (("all_gather", "--source", 1, "--splits", "a.yaml"), ["--source: all_gather begins at no rank"]),
         (("all_gather", "--splits", "/no/such.yaml"), ["there is no such file"]),
-        (("all_gather", "--ranks", 1000, "--device", "cpu"), ["needs 1000 ranks", "use fewer --ranks"]),
+        (
+            ("all_gather", "--world-size", 1000, "--device", "cpu"),
+            ["needs 1000 ranks", "use a smaller --world-size"],
+        ),
         (("gather",), ["all_to_all", "broadcast"]),
     ],
 )

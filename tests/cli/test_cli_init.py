@@ -80,9 +80,9 @@ def test_a_refusal_is_one_sentence_with_a_remedy(
 
 
 def test_a_value_that_is_no_yaml_is_named(invoke: Invoke) -> None:
-    done = invoke("init", "theirs:Net", "--set", "width=8", "--set", "depth=[")
+    done = invoke("init", "theirs:Net", "--arg", "width=8", "--arg", "depth=[")
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: --set depth: ")
+    assert done.stderr.startswith("error: --arg depth: ")
 
 
 def test_errors_name_the_argument_as_the_usage_does(invoke: Invoke) -> None:
@@ -96,7 +96,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_tried(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "theirs.py").write_text("raise SystemExit('it was tried')")
     (tmp_path / "tests").touch()
-    done = invoke("init", "theirs:Net", "--set", "width=8")
+    done = invoke("init", "theirs:Net", "--arg", "width=8")
     assert done.exit_code == 2
     assert f"cannot write {tmp_path}/tests: {tmp_path}/tests is no folder" in done.stderr
     assert "tried" not in done.stderr

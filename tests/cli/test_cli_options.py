@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,6 +80,55 @@ def test_the_help_lists_each_command_in_its_section() -> None:
         elif line.strip():
             names.append(line.split()[0])
     assert {title: tuple(names) for title, names in found.items()} == dict(SECTIONS)
+
+
+def list_commands(group: Any, prefix: str = "moeverify") -> Iterator[tuple[str, Any]]:
+    """Yield every command and subcommand with its full name."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from list_commands(command, f"{prefix} {name}")
+        else:
+            yield f"{prefix} {name}", command
+
+
+def describe_meaning(option: Any) -> dict[str, Any]:
+    """Return all of an option that has to be equal in the commands that share its name; defaults may differ."""
+    # Newer versions of typer have a description of the type, whose annotation includes that of a list.
+    kind = option.type_descriptor.annotation if hasattr(option, "type_descriptor") else repr(option.type)
+    fields = ("opts", "secondary_opts", "help", "metavar", "nargs", "multiple", "is_flag", "count")
+    limits = {name: getattr(option, name, None) for name in ("min", "max")}
+    return {"type": kind, **limits, **{name: getattr(option, name) for name in fields}}
+
+
+def test_an_option_of_several_commands_has_one_meaning() -> None:
+    found: dict[str, list[tuple[dict[str, Any], str]]] = {}
+    for command_name, command in list_commands(typer.main.get_command(build_app())):
+        for option in command.params:
+            for name in (*option.opts, *option.secondary_opts) if option.param_type_name == "option" else ():
+                meanings = found.setdefault(name, [])
+                if all(meaning != describe_meaning(option) for meaning, _ in meanings):
+                    meanings.append((describe_meaning(option), command_name))
+    assert len(found) > 80
+    assert {name: meanings for name, meanings in found.items() if len(meanings) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (("bench", "--steps", "3"), "--iterations"),
+        (("comm", "all_reduce", "--ranks=2"), "--world-size"),
+        (("init", "a:b", "--set", "c=1"), "--arg"),
+        (("place", "a.npy", "--nodes", "2"), "--ranks-per-node"),
+        (("shrink", "a.yaml", "--out", "b.yaml"), "--save"),
+    ],
+)
+def test_the_error_about_an_earlier_name_of_an_option_has_the_name_of_today(
+    invoke: Any, words: tuple[str, ...], new: str
+) -> None:
+    told = invoke(*words)
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert new in told.stderr
+    assert new in {name for option in COMMANDS[words[0]].params for name in option.opts}
 
 
 @pytest.mark.parametrize("command", ["run", "reshard", "report"])

@@ -34,7 +34,7 @@ def trace(tmp_path: Path) -> Path:
 def test_a_trace_becomes_a_placement(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
     out, picture, results = tmp_path / "p.yaml", tmp_path / "p.svg", tmp_path / "p.json"
     done = invoke(
-        "place", trace, "--ranks", 4, "--slots", 6, "--out", out, "--svg", picture, "--json", results
+        "place", trace, "--world-size", 4, "--slots", 6, "--save", out, "--svg", picture, "--json", results
     )
     assert done.exit_code == 0, done.stderr
     assert "3 steps, 2 MoE layers, 16 experts; tokens of each rank" in done.stdout
@@ -58,9 +58,11 @@ def test_a_trace_becomes_a_placement(invoke: Invoke, trace: Path, tmp_path: Path
 
 def test_a_placement_in_use_is_improved_within_a_budget(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
     current, out = tmp_path / "now.json", tmp_path / "next.json"
-    assert invoke("place", trace, "--ranks", 4, "--slots", 6, "--last", 1, "--out", current).exit_code == 0
+    assert (
+        invoke("place", trace, "--world-size", 4, "--slots", 6, "--last", 1, "--save", current).exit_code == 0
+    )
     done = invoke(
-        "place", trace, "--ranks", 4, "--slots", 6, "--current", current, "--max-moves", 2, "--out", out
+        "place", trace, "--world-size", 4, "--slots", 6, "--current", current, "--max-moves", 2, "--save", out
     )
     assert done.exit_code == 0, done.stderr
     before, after = (mark(read_placement(path)) for path in (current, out))
@@ -71,7 +73,7 @@ def test_a_placement_in_use_is_improved_within_a_budget(invoke: Invoke, trace: P
 def test_an_array_is_a_trace_without_sources(invoke: Invoke, tmp_path: Path) -> None:
     path = tmp_path / "load.npy"
     np.save(path, np.array([[9, 5, 4, 2]]))
-    done = invoke("place", path, "--ranks", 2, "--slots", 2)
+    done = invoke("place", path, "--world-size", 2, "--slots", 2)
     assert done.exit_code == 0, done.stderr
     assert "bound    11: no placement has less; the gap to it is 0.00%" in done.stdout  # 9 + 2
     assert "tokens the same from every rank" in done.stdout
@@ -81,12 +83,21 @@ def test_everything_wrong_is_said_at_once(invoke: Invoke, tmp_path: Path) -> Non
     bad = tmp_path / "p.yaml"
     bad.write_text("num_experts: 4\nmatrix:\n- [0, 1]\n- []\n")
     done = invoke(
-        "place", tmp_path / "none.trace", "--ranks", 4, "--nodes", 3, "--slots", 1, "--current", bad
+        "place",
+        tmp_path / "none.trace",
+        "--world-size",
+        4,
+        "--ranks-per-node",
+        3,
+        "--slots",
+        1,
+        "--current",
+        bad,
     )
     assert done.exit_code == 2
     for words in (
         "none.trace: there is no such file",
-        "4 ranks do not divide evenly among 3 nodes",
+        "4 ranks do not fill nodes of 3",
         f"{bad}:4: matrix[1]: rank 1 holds no expert",
         "no rank holds experts 2, 3",
         "4 problems",
@@ -97,12 +108,12 @@ def test_everything_wrong_is_said_at_once(invoke: Invoke, tmp_path: Path) -> Non
 def test_what_does_not_fit_together_leaves_no_file(invoke: Invoke, trace: Path, tmp_path: Path) -> None:
     current, out = tmp_path / "now.yaml", tmp_path / "next.yaml"
     current.write_text(format_placement(place_in_blocks(8, 4, [0, 1])))
-    done = invoke("place", trace, "--ranks", 4, "--slots", 3, "--current", current, "--out", out)
+    done = invoke("place", trace, "--world-size", 4, "--slots", 3, "--current", current, "--save", out)
     assert done.exit_code == 2
     assert "4 ranks with 3 slots each hold 12 experts, the trace has 16" in done.stderr
     assert f"{current}: num_experts: the placement has 8 experts, the model has 16" in done.stderr
     assert not out.exists()
     trace.write_bytes(b"x")
-    done = invoke("place", trace, "--ranks", 4, "--slots", 4)
+    done = invoke("place", trace, "--world-size", 4, "--slots", 4)
     assert done.exit_code == 2
     assert "this is no load trace; write one with TraceWriter" in done.stderr

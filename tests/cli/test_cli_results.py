@@ -130,7 +130,10 @@ def test_history_lists_kept_runs_in_the_order_of_their_times(invoke: Any, keep: 
     assert rows[0] == ["2026-01-01", "09:00", "old", "1", "of", "1", "1e-05", "1.5", "pass", *rows[0][9:]]
     assert rows[1][:9] == ["2026-02-01", "10:00", "new", "0", "of", "1", "1e10", "1.5", "MISMATCH"]
     assert " ".join(rows[1][9:]) == "fsdp2-2, gradient: head.weight"
-    assert invoke("history", tmp_path, "-k", "fsdp2").stdout == result.stdout
+    assert invoke("history", tmp_path, "-k", "fsdp2 and not tp").stdout == result.stdout
+    told = invoke("history", tmp_path, "-k", "(")
+    assert (told.exit_code, told.stdout) == (2, "")
+    assert "-k: `(` cannot be read" in told.stderr
 
 
 def test_history_says_what_it_cannot_read_and_lists_the_rest(invoke: Any, keep: Any, tmp_path: Path) -> None:

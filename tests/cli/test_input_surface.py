@@ -122,7 +122,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def list_surfaces(folder: Path) -> list[Surface]:
     """Return every kind of file, each with a command that reads it."""
-    place = ("--ranks", 2, "--slots", NUM_EXPERTS // 2)
+    place = ("--world-size", 2, "--slots", NUM_EXPERTS // 2)
     convert = ("convert", folder / "weights", folder / "made", "--to", "dcp", "--quiet")
     compare = ("compare", folder / "trusted", folder / "recorded", "--quiet")
     kept = folder / "kept" / "result.json"
@@ -135,7 +135,11 @@ def list_surfaces(folder: Path) -> list[Surface]:
             spoil_json,
             ("place", folder / "load.npy", *place, "--current", folder / "placed.json"),
         ),
-        ("splits.yaml", spoil_yaml, ("comm", "all_to_all", "--ranks", 2, "--splits", folder / "splits.yaml")),
+        (
+            "splits.yaml",
+            spoil_yaml,
+            ("comm", "all_to_all", "--world-size", 2, "--splits", folder / "splits.yaml"),
+        ),
         ("load.npy", spoil_bytes, ("place", folder / "load.npy", *place)),
         ("load.trace", spoil_bytes, ("place", folder / "load.trace", *place)),
         ("kept/result.json", spoil_json, ("report", folder / "kept", "--junit", folder / "r.xml")),
@@ -160,7 +164,7 @@ def list_arguments() -> dict[str, list[tuple[str, ...]]]:
     starts = {
         "report": ("kept",), "explain": ("kept",), "operators": ("kept",), "diff": ("kept", "other"),
         "history": (".",), "watch": ("--out", "new", "--", "true"), "compare": ("trusted", "recorded"),
-        "place": ("load.npy", "--ranks", "2", "--slots", "8"), "comm": ("all_reduce",),
+        "place": ("load.npy", "--world-size", "2", "--slots", "8"), "comm": ("all_reduce",),
         "convert": ("weights", "made", "--to", "dcp"), "schema": (), "doctor": (), "faults": (),
     }  # fmt: skip
     found: dict[str, list[tuple[str, ...]]] = {"text": [("doctor", VALUE), ("schema", VALUE)]}

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import typer
 from ruamel.yaml import YAML
+from typer.testing import CliRunner
 
 from moeverify.cases.validation.load import load_cases
 from moeverify.cli import EXAMPLES, build_app
@@ -101,13 +102,22 @@ def test_jobs_are_scripts_of_bash(file: Path) -> None:
     assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_each_command_has_an_example_with_options_that_exist(name: str) -> None:
-    ((command, *words),) = list_commands(f"`moeverify {EXAMPLES[name]}`")
-    assert command == name
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_help_of_each_command_has_one_example_with_options_that_exist(name: str) -> None:
+    (words,) = list_commands(f"`moeverify {EXAMPLES[name]}`")
     own = words[: words.index("--")] if "--" in words else words  # the rest is the user's command
-    assert {word for word in own if word.startswith("-")} <= list_options(COMMANDS[name])
-    assert f"Example: moeverify {EXAMPLES[name]}" in COMMANDS[name].epilog
+    command, *rest = name.split()
+    found = COMMANDS[command].commands[rest[0]] if rest else COMMANDS[command]
+    assert words[: len(rest) + 1] == [command, *rest]
+    assert {word for word in own if word.startswith("-")} <= list_options(found)
+    shown = CliRunner().invoke(build_app([command]), [*name.split(), "--help"]).stdout
+    assert shown.count("Example: ") == 1
+    assert f"Example: moeverify {EXAMPLES[name]}" in shown
+
+
+def test_every_command_has_an_example() -> None:
+    inner = {f"{name} {each}" for name in COMMANDS for each in getattr(COMMANDS[name], "commands", ())}
+    assert set(EXAMPLES) == set(COMMANDS) | inner
 
 
 def test_every_page_is_linked_from_readme_or_another() -> None:

@@ -17,7 +17,7 @@ from moeverify.cases.override import Override, parse_overrides
 from moeverify.cases.recipe_source import NAME, NAME_WORDS, build_recipe, override_recipe, resolve_recipe
 from moeverify.cases.schema import Case, Checkpoint, Checks, Layout, Recipe
 from moeverify.cases.section import ProblemLog, build_section, report_unknown
-from moeverify.cases.select import Match, PatternError, compile_pattern
+from moeverify.cases.select import Match, read_pattern
 from moeverify.cases.suggest import enumerate_names
 from moeverify.cases.validation.rules import validate
 from moeverify.errors import CaseError, Problem
@@ -160,19 +160,12 @@ def _order(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _read_pattern(pattern: str | None, report: Report) -> Match:
-    if pattern is None:
-        return lambda name: True
     try:
-        return compile_pattern(pattern)
-    except PatternError as error:
-        report(
-            Problem(
-                f"`{pattern}` cannot be read: {error}",
-                path="-k",
-                remedy="write for example `fsdp and not (cp or tp)`",
-            )
-        )
-        return lambda name: True
+        return read_pattern(pattern)
+    except CaseError as error:
+        for problem in error.problems:
+            report(problem)
+        return read_pattern(None)
 
 
 def _name_of(path: Path, tree: Entry) -> str:

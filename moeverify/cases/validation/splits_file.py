@@ -61,7 +61,9 @@ def _find_problems(tree: Entry, num_ranks: int, num_dims: int, example: str) -> 
         yield _expect("a row for each rank", entry, _FIELD, example)
         return
     if len(rows) != num_ranks:
-        yield _expect(f"{num_ranks} rows, one for each rank", entry, _FIELD, "add rows, or change --ranks")
+        yield _expect(
+            f"{num_ranks} rows, one for each rank", entry, _FIELD, "add rows, or change --world-size"
+        )
     for index, row in enumerate(rows):
         yield from _check_row(row, f"{_FIELD}[{index}]", num_ranks, example)
 
@@ -72,7 +74,9 @@ def _check_row(entry: Entry, path: str, num_ranks: int, example: str) -> Iterato
         yield _expect("a list of sizes", entry, path, f"write {example}")
         return
     if len(sizes) != num_ranks:
-        yield _expect(f"{num_ranks} sizes, one for each rank", entry, path, "add sizes, or change --ranks")
+        yield _expect(
+            f"{num_ranks} sizes, one for each rank", entry, path, "add sizes, or change --world-size"
+        )
     for index, size in enumerate(sizes):
         value = size.content
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_ELEMENTS:

@@ -24,8 +24,8 @@ class Format(NamedTuple):
 FORMATS = (
     Format("json", "Write all results for machines."),
     Format("junit", "Write JUnit XML for a CI server."),
-    Format("html", "Write one HTML page with pictures."),
-    Format("plots", "Write the pictures of the page as PNG files.", is_folder=True),
+    Format("html", "Write one HTML page."),
+    Format("plots", "Write the pictures as PNG files.", is_folder=True),
     Format("markdown", "Write a summary in Markdown."),
     Format("csv", "Write a table with a row for each check of each case."),
     Format("perfetto", "Write the collectives of failed cases by rank, for ui.perfetto.dev."),

@@ -38,6 +38,19 @@ class Cluster:
         if problems:
             raise CaseError(problems)
 
+    @classmethod
+    def of_nodes(cls, num_ranks: int, ranks_per_node: int | None) -> Cluster:
+        """Return the cluster with nodes of this size, or with one node.
+
+        Raises: CaseError when a node would not be full, or as for the cluster itself.
+        """
+        size = ranks_per_node or num_ranks
+        if num_ranks % size:
+            message = f"{num_ranks} ranks do not fill nodes of {size}"
+            remedy = "give a divisor of the number of ranks"
+            raise CaseError([Problem(message, path="--ranks-per-node", remedy=remedy)])
+        return cls(num_ranks, num_ranks // size)
+
     @property
     def ranks_per_node(self) -> int:
         """Return the number of ranks of a node."""

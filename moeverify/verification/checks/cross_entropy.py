@@ -159,9 +159,11 @@ def compute(logits: Tensor, labels: Tensor, tokens: Tensor) -> Passed:
 
     Shapes: logits (n, V), labels and tokens (n) int64.
     """
+    # The softmax is in float32 or wider, whatever the dtype of the logits.
     unit = 0.5 * torch.finfo(widen(logits.dtype)).eps
     wide, counts = logits.to(torch.float64), labels != IGNORED
     sizes = wide.logsumexp(dim=-1)
+    # `gather` refuses negative indices, such as IGNORED; the next line drops these losses.
     of_label = wide.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     losses = torch.where(counts, sizes - of_label, 0.0)
     # The softmax subtracts the largest logit, then sums V exponentials of numbers within the range of the
@@ -189,6 +191,7 @@ def _read(compared: LossComparison) -> MicroBatchErrors:
     """Return the row of a micro-batch. Synchronizes with the device."""
     ratio, passed = compared.ratio, compared.passed
     place = int(ratio.nan_to_num(torch.inf).argmax())
+    # Zeros, such as losses of padding, fit every dtype.
     is_enough = int((compared.actual != 0.0).sum()) >= _LEAST_NUMBERS
     return MicroBatchErrors(
         step=compared.step,

@@ -132,6 +132,7 @@ class ExpectedData:
         length, data = self.case.recipe.data.seq_len, self.case.recipe.data
         lengths = 1 + int((1.0 - data.min_valid) * length)
         num_rows = sum(len(actual) for _, actual in masks)
+        # A row has one of `lengths` lengths: this is about the chance that masks match some share.
         if shares * lengths**-num_rows > CHANCE:
             return None
         return self._find_share(field, masks, rank, step)

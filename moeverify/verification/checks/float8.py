@@ -139,6 +139,7 @@ class Float8Watch(Watch[Float8Report]):
     def close(self) -> None:
         """Judge the last step and restore torchao; see `Watch`."""
         self._finish()
+        # `==`, since each access makes another bound method. A function that was put there later stays.
         if self._library.hp_tensor_and_scale_to_float8 == self._round:
             self._library.hp_tensor_and_scale_to_float8 = self._original
         self._tap.close()
@@ -180,6 +181,7 @@ class Float8Watch(Watch[Float8Report]):
         ranks, axis = _list_ranks(operand, dim)
         # An operand may be rounded with one scale, and again with one scale per row or column. These count
         # separately.
+        # -1 and 1 are the same dim of a matrix.
         name = f"{role}{'' if dim is None else f' along dim {dim % 2}'}"
         key = (layer, name, self._visits[layer, name])
         self._visits[layer, name] += 1

@@ -45,6 +45,7 @@ class _ForcedBlocks(BlockWatch):
     """Shows values between blocks and their gradients, and replaces them by the golden's if there is one."""
 
     def _take(self, name: str, value: Tensor, region: Region) -> Tensor:
+        # The golden has the sum, with which a summand cannot be compared.
         if is_partial(value):
             return value
         step, scale = self._step, self._training.program.scale
@@ -70,6 +71,7 @@ class _ForcedBlocks(BlockWatch):
         if known is not None:
             with torch.no_grad():
                 local = local_part(copy)
+                # In float64, so that the copy is the only rounding.
                 local.copy_((known.to(torch.float64) * scale).reshape(local.shape))
         return copy
 

@@ -254,6 +254,7 @@ class GatheredWatch(Watch[GatheredReport]):
         if name in self._used_values and self._used_values[name][0].dtype == actual.dtype:
             before = self._used_values[name]
             is_wrong = (_bits(before[0]) != _bits(before[1])).any()
+            # On the device, since a branch would wait for it.
             actual, expected = (
                 torch.where(is_wrong, old, new) for old, new in zip(before, (actual, expected), strict=True)
             )
@@ -393,6 +394,7 @@ def _locate(logical_at: Sequence[Tensor], region: Region) -> tuple[Tensor, ...] 
     """Return the coordinates of logical elements within a region; None if it lacks some."""
     found = []
     for at, dim in zip(logical_at, region.dims, strict=True):
+        # `searchsorted` needs sorted values, and gives their number for an index beyond all of them.
         values, order = torch.sort(torch.tensor(tuple(dim)))
         place = torch.searchsorted(values, at.contiguous()).clamp(max=len(values) - 1)
         if not len(values) or not torch.equal(values[place], at):

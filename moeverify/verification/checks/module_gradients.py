@@ -224,6 +224,7 @@ def _compare(of_ranks: Sequence[StepSums], name: str, sums: ContributionSamples)
         count[held.places] += 1.0
         total[held.places] += (held.values - sums.wide[held.places]).square()
     return SumComparison(
+        # Elements that no rank holds have a total of zero.
         error=float((total / count.clamp(min=1.0)).sum().sqrt()) / norm,
         rounding=float((sums.narrow - sums.wide).norm()) / norm,
         rank=max(range(len(errors)), key=errors.__getitem__),
@@ -233,4 +234,5 @@ def _compare(of_ranks: Sequence[StepSums], name: str, sums: ContributionSamples)
 
 def _measure(held: Sequence[Held], expected: Tensor) -> float:
     squares = sum(float((each.values - expected[each.places]).square().sum()) for each in held)
+    # `max` cannot order NaN.
     return math.inf if math.isnan(squares) else squares

@@ -410,6 +410,7 @@ def _add_rate(facts: RecomputedFacts, row: RecomputedTensor, rates: Sequence[flo
 
 
 def _is_rate(actual: float, wanted: float) -> bool:
+    # Wide enough for a rate that the optimizer keeps as a tensor in float32.
     return math.isclose(actual, wanted, rel_tol=1e-6)
 
 

@@ -44,6 +44,7 @@ class Replicas(Check[Any]):
                 continue
             by_region: dict[str, dict[int, list[int]]] = {}
             for rank, entry in tensor.shards:
+                # Ranks without elements of a region have nothing to agree on.
                 if entry.difference.count:
                     by_region.setdefault(entry.region, {}).setdefault(entry.bits, []).append(rank)
             replicated = {

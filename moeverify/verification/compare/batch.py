@@ -203,6 +203,7 @@ def _measure_many(data: Tensor, sizes: Tensor) -> Tensor:
     e, a = data
     error = a - e
     size = error.abs()
+    # NaN fails the comparison, and its negation counts it.
     sums = torch.stack([e * e, a * a, e * a, error * error, (~(size <= LARGEST)).to(torch.float64)], dim=1)
     sums = torch.segment_reduce(sums, "sum", lengths=sizes, axis=0)
     worst = find_worst(size, sizes)

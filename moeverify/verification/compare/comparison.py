@@ -83,6 +83,7 @@ class Comparison:
         by_measurer: dict[_Measurer, list[tuple[Read, Tensor]]] = {}
         for name, local, region in shown:
             local_shape = region.local_shape
+            # Zeros in place of a missing tensor: its error is the size of the expected values.
             actual = torch.zeros(local_shape, dtype=torch.float64) if local is None else local.detach()
             actual = actual if actual.shape == local_shape else actual.reshape(local_shape)
             measurer = self._measurers.get(actual.device)

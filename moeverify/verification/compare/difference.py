@@ -74,6 +74,7 @@ class TensorDifference:
         """Return |actual - expected| / |expected| in the Frobenius norm, or infinity if it is undefined."""
         if self.num_nonfinite or not math.isfinite(self.sum_error2):
             return math.inf
+        # Before the division: zeros that equal zeros have no error.
         if self.sum_error2 == 0.0:
             return 0.0
         return math.sqrt(self.sum_error2 / self.sum_expected2) if self.sum_expected2 > 0.0 else math.inf
@@ -86,6 +87,7 @@ class TensorDifference:
     @property
     def cosine(self) -> float | None:
         """Return the cosine of the angle between actual and expected values, or None if either is zero."""
+        # Two roots, since the product of the sums may overflow, or underflow to zero.
         norms = math.sqrt(self.sum_expected2) * math.sqrt(self.sum_actual2)
         return self.sum_product / norms if norms > 0.0 else None
 
@@ -130,6 +132,7 @@ def _chunk_size(tensor: Tensor) -> int:
 
 
 def _measure_chunk(expected: Tensor, actual: Tensor, start: int) -> Tensor:
+    # float64 has every number of a narrower floating dtype: nothing is rounded before the subtraction.
     e = expected.to(torch.float64)
     a = actual.to(torch.float64)
     error = a - e
@@ -246,6 +249,8 @@ def rows_as_words(rows: Tensor) -> tuple[Tensor, Tensor]:
     per_word = max(8 // rows.element_size(), 1)
     num_packed = rows.shape[1] // per_word * per_word
     packed, rest = rows[:, :num_packed].reshape(-1), rows[:, num_packed:]
+    # `view` requires an offset of whole words (https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html),
+    # and a kernel that loads a word an aligned address.
     if packed.storage_offset() % per_word or packed.data_ptr() % 8:
         packed = packed.clone()
     words = packed.view(torch.int64).view(len(rows), -1)
@@ -270,4 +275,5 @@ def _scramble(values: Tensor) -> Tensor:
 
 
 def _wrap(value: int) -> int:
+    # torch refuses a number beyond int64, and its sums wrap around in any case.
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moeverify.cases.schema import Case
-from moeverify.cases.select import PatternError, compile_pattern
+from moeverify.cases.select import read_pattern
 from moeverify.cases.validation.rules import validate
 from moeverify.errors import CaseError, Problem
 from moeverify.faults.setting import make_case
@@ -148,12 +148,7 @@ def choose_clean(num_seeds: int, pattern: str | None = None) -> list[CleanRun]:
     Raises: CaseError when the pattern is invalid or nothing matches.
     """
     runs = list(clean_cases(num_seeds))
-    if pattern is None:
-        return runs
-    try:
-        matches = compile_pattern(pattern)
-    except PatternError as error:
-        raise CaseError([Problem(f"`{pattern}` cannot be read: {error}", path="-k")]) from error
+    matches = read_pattern(pattern)
     chosen = [run for run in runs if matches(f"{run[0]}, {run[1].name}")]
     if not chosen:
         remedy = f"names are such as `{runs[0][1].name}` and `{runs[-1][1].name}`"

@@ -40,7 +40,7 @@ def run_collective(
     machine = Machine.find(device, backend)
     if num_ranks > machine.limit.most:
         lacking = TooFewRanks(num_needed=num_ranks, limit=machine.limit)
-        raise MachineError(f"this {describe_obstacle(lacking)}; use fewer --ranks")
+        raise MachineError(f"this {describe_obstacle(lacking)}; use a smaller --world-size")
     transfer = define_transfer(collective, sizes, source)
     job = make_job(collective.value, num_ranks, TIMEOUT, CollectiveJob(transfer=transfer, backward=backward))
     with scratch_folder() as folder:

@@ -59,11 +59,11 @@ def parse_fields(texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             message = f"expected `NAME=VALUE`, got `{text}`"
-            problems.append(Problem(message, path="--set", remedy="write for example `n_layer=2`"))
+            problems.append(Problem(message, path="--arg", remedy="write for example `n_layer=2`"))
             continue
         wrong: list[Problem] = []
         entry = parse_text(value, "", wrong.append, has_lines=False)
-        problems += [replace(each, path=f"--set {name}") for each in wrong]
+        problems += [replace(each, path=f"--arg {name}") for each in wrong]
         found[name] = entry.plain() if entry is not None else None
     if problems:
         raise CaseError(problems)

@@ -44,11 +44,11 @@ R = TypeVar("R", bound=NamedRecord)
 class KeptRows(Generic[R]):
     """Records of one type by name. With a path, they are read from that file and new ones are appended to it.
 
-    The file has a header line with the environment and the code version, then one line per run. Each line
-    has a checksum (`moeverify.checksum.seal_line`).
+    The file has a header line with the environment, options that change results, and the code version, then one
+    line per run. Each line has a checksum (`moeverify.checksum.seal_line`).
 
-    Raises: CaseError when the file was written by other code or on another machine, or is not a regular
-    file; FormatError when it has another format or is damaged.
+    Raises: CaseError when the file was written by other code, with other options or on another machine, or is
+    not a regular file; FormatError when it has another format or is damaged.
     """
 
     def __init__(self, path: Path | None, environment: Mapping[str, str], record: type[R]) -> None:
@@ -78,7 +78,7 @@ class KeptRows(Generic[R]):
         for number, content in read_lines(path, _REMEDY):
             if number == 1:
                 if content != header:
-                    message = f"{path} was kept by other code or on another machine"
+                    message = f"{path} was kept by other code, with other options or on another machine"
                     raise CaseError(
                         [Problem(message, path="--keep", remedy="remove it, or name another file")]
                     )

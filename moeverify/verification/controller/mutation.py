@@ -105,10 +105,9 @@ MOST_LAYOUTS = 8
 class MutationOptions:
     """Which mutants to run: `names`, or `number` of those that some layout executes, chosen by `seed`.
 
-    `keep` is a folder of earlier results, from which the
-    run resumes. With `precision` all layouts compute in it, otherwise each in its own, mostly float64. With
-    `escalates`, findings without a cause and passing mutants are run in wider precisions, as in `moeverify
-    run`.
+    `keep` is a file of earlier results, from which the run resumes; coverage is kept beside it. With
+    `precision` all layouts compute in it, otherwise each in its own, mostly float64. With `escalates`, findings
+    without a cause and passing mutants are run in wider precisions, as in `moeverify run`.
     """
 
     names: Sequence[str] = ()
@@ -118,9 +117,12 @@ class MutationOptions:
     precision: Precision | None = None
     escalates: bool = True
 
-    def keep_file(self, name: str) -> Path | None:
-        """Return the file for rows of this name, or None without a `keep` folder."""
-        return None if self.keep is None else self.keep / f"{name}.jsonl"
+    @property
+    def keep_coverage(self) -> Path | None:
+        """Return the file for coverage beside that of results, or None without `keep`."""
+        return (
+            None if self.keep is None else self.keep.with_name(f"{self.keep.stem}-coverage{self.keep.suffix}")
+        )
 
 
 @dataclass(frozen=True)
@@ -145,12 +147,10 @@ def run_mutants(how: MutationOptions, options: RunOptions, on_event: OnEvent) ->
     """
     named = [find_mutant(name) for name in how.names]
     environment = describe_environment(choose_device(options.device))
-    if how.keep is not None:
-        how.keep.mkdir(parents=True, exist_ok=True)
-    coverage = KeptRows(how.keep_file("coverage"), environment, CoveredCode)
+    coverage = KeptRows(how.keep_coverage, environment, CoveredCode)
     # Coverage is the same in each precision; the findings of a mutant are not.
-    kept_as = ["mutants", *([how.precision] if how.precision else []), *([] if how.escalates else ["alone"])]
-    rows = KeptRows(how.keep_file("-".join(kept_as)), environment, MutantRow)
+    setting = {"precision": how.precision or "", "escalates": str(how.escalates)}
+    rows = KeptRows(how.keep, environment | setting, MutantRow)
     covered = measure_coverage(list(list_cases().values()), options, on_event, coverage)
     everything, cases = list_mutants(), list_cases_in(how.precision)
     reached = [mutant for mutant in everything if choose_layouts(mutant, covered)]

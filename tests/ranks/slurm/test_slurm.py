@@ -82,7 +82,7 @@ def _read_state(cluster: Cluster, job: str) -> str:
 
 def test_ranks_of_two_nodes_meet_and_name_their_nodes(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "comm.json"
-    words = ("all_to_all", "--ranks", "4", "--backward", "--device", "cpu", "--json", str(file))
+    words = ("all_to_all", "--world-size", "4", "--backward", "--device", "cpu", "--json", str(file))
     done = cluster.run(*_moeverify(cluster, "comm", *words))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("pass  output and gradient") == 1  # only the first rank prints

@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -400,3 +401,9 @@ def test_what_a_hung_mutant_reports_names_files_of_the_package_alone():
     assert (
         row.reason == "rank 0 waits in all_reduce #1 called at moeverify/parallel/gradients.py:65 in _reduce"
     )
+
+
+def test_coverage_is_kept_beside_the_results(tmp_path: Path) -> None:
+    options = controller.MutationOptions(keep=tmp_path / "rows.jsonl")
+    assert options.keep_coverage == tmp_path / "rows-coverage.jsonl"
+    assert controller.MutationOptions().keep_coverage is None

@@ -171,6 +171,7 @@ def _measure_span(entry, expected, row, dtype: tl.constexpr, span: tl.constexpr,
     tl.store(row + 2, tl.sum(sum_actual2, axis=0))
     tl.store(row + 3, tl.sum(sum_product, axis=0))
     tl.store(row + 4, tl.sum(sum_error2, axis=0))
+    # Not `largest`, which is infinite where the error is NaN.
     tl.store(row + 5, tl.abs(a_worst - e_worst))
     tl.store(row + 6, (first + worst).to(tl.float64))
     tl.store(row + 7, e_worst)

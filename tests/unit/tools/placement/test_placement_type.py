@@ -76,6 +76,14 @@ def test_everything_wrong_is_said_at_once() -> None:
         assert words in said
 
 
+def test_nodes_are_given_by_their_size() -> None:
+    assert Cluster.of_nodes(8, 4) == Cluster(8, 2)
+    assert Cluster.of_nodes(6, None) == Cluster(6, 1)
+    for size in (3, 16):
+        with pytest.raises(CaseError, match=f"--ranks-per-node: 8 ranks do not fill nodes of {size}"):
+            Cluster.of_nodes(8, size)
+
+
 def test_sizes_beyond_every_job_are_refused_at_once() -> None:
     with pytest.raises(CaseError, match="expected 1 to 1048576 experts"):
         Placement(10**18, (((0,),),))

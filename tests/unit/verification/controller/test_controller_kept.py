@@ -34,10 +34,10 @@ def test_rows_are_read_again_and_a_cut_off_one_is_not(tmp_path):
 def test_rows_of_other_code_or_another_machine_are_refused(tmp_path, monkeypatch):
     path = tmp_path / "rows"
     KeptRows(path, HERE, CleanRow).add(row("a"))
-    with pytest.raises(CaseError, match="other code or on another machine"):
+    with pytest.raises(CaseError, match="other code, with other options or on another machine"):
         KeptRows(path, {"torch": "2.11"}, CleanRow)
     monkeypatch.setattr(kept, "code_version", lambda: "0")
-    with pytest.raises(CaseError, match="other code or on another machine"):
+    with pytest.raises(CaseError, match="other code, with other options or on another machine"):
         KeptRows(path, HERE, CleanRow)
 
 

@@ -142,7 +142,7 @@ def test_a_file_of_other_code_or_of_something_else_is_refused(tmp_path: Path, ca
     FinishedCases.open(file, cases, OPTIONS)
     header = open_line(file.read_bytes().removesuffix(b"\n"))
     file.write_bytes(seal_line(header.replace(b'"torch": "', b'"torch": "1')) + b"\n")
-    with pytest.raises(CaseError, match="was kept by other code or on another machine"):
+    with pytest.raises(CaseError, match="was kept by other code, with other options or on another machine"):
         FinishedCases.open(file, cases, OPTIONS)
     file.write_text("a diary\n")
     with pytest.raises(FormatError, match=r"kept\.jsonl:1: damaged, or written by an older version"):
