@@ -20,14 +20,12 @@ from moeverify.report.words.wider import (
     describe_unasked,
     describe_unconfirmed,
 )
-from moeverify.results.cause import Cause
 from moeverify.results.checks import Kind
-from moeverify.results.explanation import Quantity
 from moeverify.results.facts import DtypeFacts, OwnStep, ReplayedModules
 from moeverify.results.finding import Finding, Wider
 from moeverify.results.run import CaseResult, Event, RunResult
-from moeverify.results.upstream import OffUpstream
 from moeverify.verification.controller.options import RunOptions
+from moeverify.verification.controller.rating import SURE, UPSTREAM, rate_cause
 from moeverify.verification.controller.run import find_overall_verdict, run_cases
 from moeverify.verification.launch.world import external_world
 
@@ -41,13 +39,6 @@ WIDER: Mapping[Precision, tuple[Precision, ...]] = {
 
 # Verdicts that a run in a wider precision may change.
 _CONFIRMED = ("pass", "undecided")
-
-# Ratings of a finding; see `_rate`.
-_SURE, _ESTIMATE, _TRACED, _UNTRACED, _UPSTREAM = 5, 4, 3, 2, -1
-
-# Causes that name a kind of operation, where others only name a place.
-_NAMING_CODES = (Cause.OPTIMIZER, Cause.ROUNDING)
-
 
 # Kinds of tensors that the optimizer step computes from the gradients.
 _OF_STEP = frozenset({Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE})
@@ -189,7 +180,7 @@ def needs_escalation(case: CaseResult) -> bool:
     escalated again.
     """
     lead = case.lead
-    return case.verdict == "mismatch" and lead is not None and not lead.wider and _rate(lead) < _SURE
+    return case.verdict == "mismatch" and lead is not None and not lead.wider and rate_cause(lead) < SURE
 
 
 def list_wider(case: Case) -> Sequence[Case]:
@@ -421,10 +412,10 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]], own
     case = case.model_copy(update={"notes": notes})
     if not answers:
         return case
-    known = _rate(case.lead)
+    known = rate_cause(case.lead)
     seen = tuple(_sum_up(precision, answer, known) for precision, answer in answers)
     named = [
-        (_rate(answer.lead), number)
+        (rate_cause(answer.lead), number)
         for number, (_, answer) in enumerate(answers)
         if seen[number].outcome == "named"
     ]
@@ -434,53 +425,19 @@ def merge(case: CaseResult, answers: Sequence[tuple[Precision, CaseResult]], own
         leads = [
             finding.model_copy(update={"wider": (seen[number],)})
             for finding in answers[number][1].findings
-            if not finding.follows and (finding.is_explained or known == _UPSTREAM)
+            if not finding.follows and (finding.is_explained or known == UPSTREAM)
         ]
     leading = {_identify(lead) for lead in leads}
     findings = list(leads)
     for finding in case.findings:
         changed: dict[str, object] = {}
-        if not finding.follows and (_rate(finding) < _SURE or _identify(finding) in leading):
+        if not finding.follows and (rate_cause(finding) < SURE or _identify(finding) in leading):
             changed = {"wider": seen} | ({"follows": leads[0].tensor} if leads else {})
         findings.append(finding.model_copy(update=changed))
     operators = [answer.operators for _, answer in answers if answer.operators]
     return case.model_copy(
         update={"findings": tuple(findings), "operators": (operators or [case.operators])[-1]}
     )
-
-
-def _rate(finding: Finding | None) -> int:
-    """Rate how much a finding tells about its cause.
-
-    -1: the cause is upstream of the finding, and a wider run may show it. 0: nothing. 1: a location or a
-    size. 2: a part of a sum in the gradient of a module. 3: the first wrong operation among the recorded
-    ones, so that the sum is refuted. 4: an estimated operation, or its kind. 5: a certain operation.
-    """
-    if finding is None:
-        return 0
-    if _is_upstream(finding):
-        return _UPSTREAM
-    if not finding.names_operation:
-        is_traced = finding.culprit is not None and finding.culprit.leads
-        is_named = finding.code in _NAMING_CODES
-        return _TRACED if is_traced else _ESTIMATE if is_named else int(finding.is_explained)
-    if _is_untraced(finding):
-        return _UNTRACED
-    return _ESTIMATE if finding.is_estimate else _SURE
-
-
-def _is_untraced(finding: Finding) -> bool:
-    """Return whether a cause was fitted to the gradient of a module, with no operations recorded after it.
-
-    A part of a sum is right there if a later operation reduces it.
-    """
-    explanation = finding.explanation
-    is_of_module = explanation is not None and explanation.subject.quantity is Quantity.MODULE_GRADIENT
-    return is_of_module and finding.culprit is None
-
-
-def _is_upstream(finding: Finding) -> bool:
-    return finding.explanation is not None and isinstance(finding.explanation.operation, OffUpstream)
 
 
 def _identify(finding: Finding) -> tuple[str, str, str]:
@@ -493,7 +450,7 @@ def _sum_up(precision: Precision, answer: CaseResult, known: int) -> Wider:
         return Wider(precision=precision, outcome="not-run", reason=answer.reason)
     if answer.verdict in ("pass", "undecided"):
         return Wider(precision=precision, outcome="not-shown")
-    found = _rate(answer.lead)
+    found = rate_cause(answer.lead)
     if found > known:
         return Wider(precision=precision, outcome="named")
     return Wider(precision=precision, outcome="alike" if found else "unexplained")

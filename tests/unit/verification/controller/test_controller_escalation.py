@@ -410,6 +410,17 @@ def test_what_a_wider_run_finds_leads_where_the_cause_is_elsewhere(wide: Finding
     assert all(each.follows == first.tensor for each in others)
 
 
+def test_a_line_of_a_wider_run_leads_where_no_term_of_the_step_explains_an_update() -> None:
+    update = find("w", code=Cause.OPTIMIZER).model_copy(update={"kind": "update"})
+    line = Culprit(mechanism="place", proved=False, here=OperatorCall(operator="mm"), leads=True)
+    wide = answer(find("v", culprit=line))
+    leads = {}
+    for terms in ((), (TermFacts(name="weight decay", expected=1.0, found=2.0),)):
+        case = answer(update.model_copy(update={"facts": RecomputedFacts(terms=terms)}))
+        leads[len(terms)] = merge(case, [("float64", wide)]).findings[0].tensor
+    assert leads == {0: "v", 1: "w"}
+
+
 def test_where_no_wider_run_differs_the_open_question_is_kept() -> None:
     open_one = explain(OffUpstream(factor=Factor(value=0.99), limit=0.2))
     (kept,) = merge(answer(open_one), [("float64", answer(verdict="pass"))]).findings
