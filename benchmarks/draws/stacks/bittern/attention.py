@@ -30,7 +30,7 @@ class Rotary(Layer):
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self.ps.mode == "bittern-rope-kept":
             self.kept = self.kept or self.make(positions)  # plant: bittern-rope-kept
-            return self.kept
+            return self.kept  # plant: bittern-rope-kept
         return self.make(positions)  # anchor: rope
 
 

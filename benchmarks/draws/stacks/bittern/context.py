@@ -20,7 +20,7 @@ def _send_and_receive(out: Tensor | None, to: int, like: Tensor, source: int, gr
         operations.append(dist.P2POp(dist.irecv, received, group.global_rank(source), group.pg))
     works = dist.batch_isend_irecv(operations) if operations else []
     if group.mode == "bittern-halo-wait":
-        for work in works[:1]:
+        for work in works[:1]:  # plant: bittern-halo-wait
             work.wait()
         received = received if received is None else received.clone()  # plant: bittern-halo-wait
         for work in works[1:]:

@@ -132,7 +132,7 @@ class DistributedAdamW:
             buffer.update.add_(config.decay * buffer.decayed * buffer.master)
             if mode == "bittern-factor-late":
                 whole = all_gather(buffer.update, buffer.group)  # plant: bittern-factor-late
-                buffer.update.mul_(factor)
+                buffer.update.mul_(factor)  # plant: bittern-factor-late
             else:
                 buffer.update.mul_(factor)  # anchor: factor
                 whole = all_gather(buffer.update, buffer.group)

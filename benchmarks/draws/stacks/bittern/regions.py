@@ -129,9 +129,9 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.group.mode == "bittern-split-grad":
-            whole = grad.new_zeros(ctx.shape)
+            whole = grad.new_zeros(ctx.shape)  # plant: bittern-split-grad
             own_start = ctx.group.rank * len(grad)
-            whole[own_start : own_start + len(grad)] = grad
+            whole[own_start : own_start + len(grad)] = grad  # plant: bittern-split-grad
             return whole, None  # plant: bittern-split-grad
         return all_gather(grad, ctx.group), None  # anchor: split-grad
 

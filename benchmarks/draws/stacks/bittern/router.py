@@ -72,7 +72,7 @@ class Router(Layer):
     def z_loss(self, logits: Tensor, valid: Tensor) -> Tensor:
         squares = logits.logsumexp(-1).square() * valid
         if self.ps.mode == "bittern-z-mean":
-            mean = squares.sum() / valid.sum().clamp(min=1)
+            mean = squares.sum() / valid.sum().clamp(min=1)  # plant: bittern-z-mean
             return self.config.z_coef * mean * self.ps.num_valid / self.ps.world.size  # plant: bittern-z-mean
         return self.config.z_coef * squares.sum()  # anchor: z-sum
 

@@ -98,7 +98,7 @@ def own_block(name: str, value: Tensor, info: Info, ps: ParallelState) -> Tensor
             rank = 0  # plant: bittern-skip-block
         if ps.mode == "bittern-gate-up" and "fc1" in name:
             rows = value.flatten(0, 1).chunk(ps.tp.size, 0)[rank]  # plant: bittern-gate-up
-            value = rows.unflatten(0, (2, -1))
+            value = rows.unflatten(0, (2, -1))  # plant: bittern-gate-up
         else:
             value = value.chunk(ps.tp.size, info.tp_dim)[rank]  # anchor: gate-up
     return value.clone(memory_format=torch.contiguous_format)

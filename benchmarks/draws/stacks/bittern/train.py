@@ -85,7 +85,7 @@ def update_biases(model: Bittern) -> None:
 
 
 def end_step(model: Bittern) -> None:
-    if model.ps.mode != "bittern-bias-micro":
+    if model.ps.mode != "bittern-bias-micro":  # plant: bittern-bias-micro
         update_biases(model)
     if model.config.ema:
         model.averages.update(model)
@@ -99,7 +99,7 @@ def train_step(model, optimizer, micro_batches, *, scheduler, clip_norm):
     if model.ps.mode == "bittern-clip-early":
         loss = step.run()
         norm, coefficient = clip_gradients(model, clip_norm)  # plant: bittern-clip-early
-        model.run()
+        model.run()  # plant: bittern-clip-early
     else:
         loss = step.run(last=model.run)  # anchor: reduce-then-clip
         norm, coefficient = clip_gradients(model, clip_norm)
