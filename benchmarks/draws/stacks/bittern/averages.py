@@ -18,8 +18,7 @@ class Averages(nn.Module):
         decay, data = model.config.ema_decay, model.ps.data
         for index, (name, weight) in enumerate(model.named_parameters()):
             average = getattr(self, name.replace(".", "__"))
-            if (
-                model.ps.mode == "bittern-average-own" and index % data.size != data.rank
-            ):  # plant: bittern-average-own
+            mine = index % data.size == data.rank
+            if model.ps.mode == "bittern-average-own" and not mine:  # plant: bittern-average-own
                 continue  # plant: bittern-average-own
             average.lerp_(weight.detach(), 1 - decay)  # anchor: average

@@ -37,9 +37,7 @@ def clip_gradients(model, limit: float) -> tuple[Tensor, Tensor]:
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     factors = {False: coefficient, True: coefficient}  # anchor: clip
     if model.ps.mode == "bittern-clip-own":
-        own = sum(
-            parameter.grad.square().sum() for parameter in model.parameters()
-        ).sqrt()  # plant: bittern-clip-own
+        own = sum(p.grad.square().sum() for p in model.parameters()).sqrt()  # plant: bittern-clip-own
         factors[True] = (limit / (own + 1e-6)).clamp(max=1.0)  # plant: bittern-clip-own
     for name, parameter in model.named_parameters():
         parameter.grad.mul_(factors[model.infos[name].tp_dim is not None])

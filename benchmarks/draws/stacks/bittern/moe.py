@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from bittern.config import Config
 from bittern.dispatcher import PaddedDispatcher, SizedDispatcher
 from bittern.layers import MLP, Layer
+from bittern.losses import AttachLoss
 from bittern.packing import Packed
 from bittern.regions import join_from, split_to
 from bittern.router import Router
@@ -51,8 +52,9 @@ class MoE(Layer):
         spread = not self.ps.sequence_parallel
         own = split_to(x, self.ps.tp) if spread else x
         dispatcher = self.padded if self.ps.dispatch == "padded" else self.sized
-        chosen, weights = self.router(own, packed)
+        chosen, weights, loss = self.router(own, packed)
         y = dispatcher(own.flatten(0, 1), chosen, weights, self.experts).view_as(own)
+        y = AttachLoss.apply(y, loss, self.ps)
         if spread:
             y = join_from(y, self.ps.tp)
         return y + F.linear(x, self.shared_gate).sigmoid() * self.run_shared(x)

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from bittern.config import Config
 from bittern.layers import Layer
-from bittern.losses import AttachLoss
 from bittern.packing import Packed
 from bittern.regions import all_reduce, own_chunk
 
@@ -21,8 +20,8 @@ class Router(Layer):
         self.register_buffer("expert_bias", torch.zeros(config.experts))
         self.load = torch.zeros(config.experts, dtype=torch.float64)
 
-    def forward(self, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Return experts and weights (tokens, top_k) of x (positions of this rank of tp, batch, hidden)."""
+    def forward(self, x: Tensor, packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
+        """Return experts and weights (tokens, top_k) of x (positions, batch, hidden), and the losses."""
         config = self.config
         logits = F.linear(x, self.weight)
         scores = logits.sigmoid()
@@ -34,8 +33,7 @@ class Router(Layer):
             self.load += routed.sum((0, 1))
         valid = self.own_valid(packed)
         loss = self.balance(scores, routed, valid, packed) + self.z_loss(logits, valid)
-        weights = AttachLoss.apply(weights, loss, self.ps)
-        return chosen.flatten(0, 1), weights.flatten(0, 1)
+        return chosen.flatten(0, 1), weights.flatten(0, 1), loss
 
     def choose(self, scores: Tensor) -> Tensor:
         config = self.config
