@@ -164,8 +164,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.args[-1].mode == "bittern-exchange-half":
-            grad = grad.float()  # plant: bittern-exchange-half
-            return exchange(grad, *ctx.args).double(), None, None, None  # plant: bittern-exchange-half
+            half = exchange(grad.float(), *ctx.args)  # plant: bittern-exchange-half
+            return half.to(grad.dtype), None, None, None
         return exchange(grad, *ctx.args), None, None, None  # anchor: exchange-grad
 
 
