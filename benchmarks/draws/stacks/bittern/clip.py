@@ -19,7 +19,7 @@ def square_norm(model) -> Tensor:
         if info.expert:
             expert = expert + square
         elif info.tp_dim is None and ps.mode != "bittern-norm-replicas":  # plant: bittern-norm-replicas
-            whole = whole + square
+            whole = whole + square  # anchor: norm-whole
         else:
             cut = cut + square
     if ps.mode == "bittern-norm-roots":

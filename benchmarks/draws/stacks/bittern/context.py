@@ -105,5 +105,5 @@ def shift_left(x: Tensor, fill: int, group: Group) -> Tensor:
         if (
             group.mode != "bittern-mtp-shift-local" and group.rank + 1 < group.size
         ):  # plant: bittern-mtp-shift-local
-            edge = firsts[group.rank + 1]
+            edge = firsts[group.rank + 1]  # anchor: shift-edge
     return torch.cat([x[:, 1:], edge[:, None]], 1)

@@ -19,7 +19,7 @@ class _CrossEntropy(torch.autograd.Function):
         n_local = logits.shape[-1]
         most = logits.max(-1, keepdim=True).values
         if tp.mode != "bittern-local-max":  # plant: bittern-local-max
-            most = all_reduce(most, tp, dist.ReduceOp.MAX)
+            most = all_reduce(most, tp, dist.ReduceOp.MAX)  # anchor: local-max
         lse = all_reduce((logits - most).exp().sum(-1, keepdim=True), tp).log() + most
         local = targets[..., None] - tp.rank * n_local
         outside = (local < 0) | (local >= n_local)

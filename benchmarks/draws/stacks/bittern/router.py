@@ -62,7 +62,9 @@ class Router(Layer):
         length = counts.sum(-1, keepdim=True).clamp(min=1) / config.top_k
         share = scores / scores.sum(-1, keepdim=True)
         mass = (share * valid[..., None]).sum(0)
-        loss = config.aux_coef * config.experts / config.top_k * (counts / length * mass).sum()
+        loss = (
+            config.aux_coef * config.experts / config.top_k * (counts / length * mass).sum()
+        )  # anchor: balance
         if ps.mode == "bittern-balance-ranks":
             loss = loss * ps.tp.size  # plant: bittern-balance-ranks
         return loss

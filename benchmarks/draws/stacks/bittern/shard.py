@@ -68,7 +68,7 @@ def describe(name: str) -> Info:
 def describe_sharded(name: str, ps: ParallelState) -> Info:
     dims = [dim for pattern, dim in CUT_TP.items() if fnmatch(name, pattern)]
     tp_dim = dims[0] if dims and ps.tp.size > 1 else None
-    partial = matches(name, ALWAYS_PARTIAL)
+    partial = matches(name, ALWAYS_PARTIAL)  # anchor: partial-names
     if ps.sequence_parallel:
         names = SEQUENCE_PARTIAL  # anchor: sequence-partial
         if ps.mode == "bittern-final-norm":

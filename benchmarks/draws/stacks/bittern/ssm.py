@@ -73,7 +73,7 @@ class Mixer(Layer):
         into = total.exp()  # anchor: carry-doc
         if self.ps.mode != "bittern-carry-doc":  # plant: bittern-carry-doc
             before = packed.docs[:, max(packed.offset - 1, 0)]
-            into = into * (docs == before)[..., None]
+            into = into * (docs == before)[..., None]  # anchor: carry-doc
         return y + torch.einsum("tbhd,bhde,tbh->tbhe", q, state, into)
 
     def carry(self, k: Tensor, v: Tensor, total: Tensor, docs: Tensor, packed: Packed) -> Tensor:

@@ -86,7 +86,7 @@ def update_biases(model: Bittern) -> None:
 
 def end_step(model: Bittern) -> None:
     if model.ps.mode != "bittern-bias-micro":  # plant: bittern-bias-micro
-        update_biases(model)
+        update_biases(model)  # anchor: bias-step
     if model.config.ema:
         model.averages.update(model)
 
