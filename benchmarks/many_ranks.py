@@ -67,7 +67,7 @@ def compare_rank(golden, tensors, rank, num_ranks, is_wrong):
 
 def measure(case, golden, tensors, num_ranks, is_wrong, folder):
     """Return the figures of rank 0 for this many ranks: sizes in MiB, times in seconds."""
-    from moeverify.garbage import uncollected
+    from moeverify.gc_pause import uncollected
     from moeverify.report.formats.json import write
     from moeverify.results.run import CaseResult, RunResult
     from moeverify.verification.checks.base import ShownTensors

@@ -25,10 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from moeverify.abandoned import LOCK, remove_abandoned
 from moeverify.checksum import Damaged, open_line
 from moeverify.errors import FormatError
 from moeverify.report.formats.json import read_run
+from moeverify.stale_folders import LOCK, remove_abandoned
 from moeverify.verification.golden.file import read_golden
 
 ROOT = Path(__file__).parents[1]

@@ -32,7 +32,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from moeverify.garbage import uncollected
+from moeverify.gc_pause import uncollected
 from moeverify.verification.jobs import WORKER
 from moeverify.verification.launch import monitor
 from moeverify.verification.launch.agent import preload

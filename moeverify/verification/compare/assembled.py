@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from moeverify.garbage import uncollected
+from moeverify.gc_pause import uncollected
 from moeverify.results.comparable import comparable
 from moeverify.verification.compare.comparison import ComparedShard
 from moeverify.verification.compare.difference import TensorDifference

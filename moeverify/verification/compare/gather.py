@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from moeverify.garbage import uncollected
+from moeverify.gc_pause import uncollected
 
 T = TypeVar("T")
 

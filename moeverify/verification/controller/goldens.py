@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moeverify.abandoned import remove_abandoned
 from moeverify.cases.schema import Case, Recipe
 from moeverify.cases.validation.sketch import check_sketchable, find_sketch_problems
 from moeverify.errors import CaseError, FormatError, Problem
 from moeverify.results.golden import Deviation, GoldenState
+from moeverify.stale_folders import remove_abandoned
 from moeverify.verification.controller.machine import default_cache, golden_code, list_import_folders
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.controller.search_path import search_path

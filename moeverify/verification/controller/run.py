@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from moeverify.abandoned import remove_abandoned
 from moeverify.cases.axes.describe import describe_layout
 from moeverify.cases.schema import Case, Checks, CustomModel, Precision
 from moeverify.report.operator_file import name_file
@@ -33,6 +32,7 @@ from moeverify.results.golden import GoldenState
 from moeverify.results.observation import DiagnosisFailed
 from moeverify.results.obstacle import Obstacle
 from moeverify.results.run import CaseResult, Declared, Event, GoldenTime, RankReport, RunResult
+from moeverify.stale_folders import remove_abandoned
 from moeverify.verification.controller.goldens import GOLDENS, GoldenSet
 from moeverify.verification.controller.machine import Machine
 from moeverify.verification.controller.mesh import make_shape

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moeverify.abandoned import LOCK, hold, remove_abandoned
+from moeverify.stale_folders import LOCK, hold, remove_abandoned
 
 PREFIX = "moeverify-"
 

@@ -25,7 +25,7 @@ _KEPT_WHOLE = frozenset({Kind.ROUTER_IDS, Kind.ROUTER_MARGIN, Kind.TOKEN_LOSS})
 _EXACT = frozenset({Kind.INITIAL_WEIGHT, Kind.INITIAL_BUFFER})
 _UNUSED = frozenset({Kind.WEIGHT})  # only forced steps read them
 
-Place = tuple[int, str]
+_Place = tuple[int, str]
 """(step, tensor key)"""
 
 
@@ -77,9 +77,9 @@ class SketchRecorder:
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[Place, Tensor] = {}
+        self.tensors: dict[_Place, Tensor] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._new: set[Place] = set()
+        self._new: set[_Place] = set()
 
     def begin_step(self, step: int) -> None:
         """Do nothing, because each observation names its step."""
@@ -120,9 +120,9 @@ class SketchRecorder:
         for step in sorted({step for step, _ in self.tensors}):
             writer.put(step, {key: tensor for (at, key), tensor in self.tensors.items() if at == step})
 
-    def measure_errors(self, golden: SketchRecorder) -> dict[Place, float]:
+    def measure_errors(self, golden: SketchRecorder) -> dict[_Place, float]:
         """Return the error of each tensor, relative to the norm of the golden's."""
-        found: dict[Place, float] = {}
+        found: dict[_Place, float] = {}
         for place, actual in self.tensors.items():
             expected = golden.tensors.get(place)
             if expected is None or expected.shape != actual.shape:

@@ -22,13 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moeverify.abandoned import hold, release, remove_abandoned
 from moeverify.checksum import checksum_file, seal
 from moeverify.errors import FormatError
 from moeverify.input_file import read_input
 from moeverify.json_file import JsonFile
 from moeverify.parallel.regions.region import Region
 from moeverify.parallel.regions.sketch import MOMENTS
+from moeverify.stale_folders import hold, release, remove_abandoned
 from moeverify.verification.golden.mapped import MappedFile
 
 _INDEX = "golden.json"

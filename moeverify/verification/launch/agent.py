@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moeverify.garbage import uncollected
+from moeverify.gc_pause import uncollected
 from moeverify.verification.launch.die_with_parent import adopt_orphans, die_with, end_descendants
 from moeverify.verification.launch.plan import LaunchPlan, write_atomically
 from moeverify.verification.launch.world import set_interpreter

@@ -17,7 +17,7 @@ from moeverify.results.failure import EndKind, ProcessState, RankEnd
 from moeverify.results.run import RankReport
 from moeverify.results.trace import CollectiveRecord
 from moeverify.verification.collectives.flight_recorder import read_flight
-from moeverify.verification.launch.root_cause_rank import RootCause, find_root_cause
+from moeverify.verification.launch.failure_root_cause import RootCause, find_root_cause
 from moeverify.verification.launch.tracebacks import trim_stack
 
 _OUTPUT = "The end of its stderr:"

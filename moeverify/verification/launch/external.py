@@ -30,8 +30,8 @@ from moeverify.verification.collectives.flight_recorder import NUM_SLOTS
 from moeverify.verification.launch.clock import ActiveClock, ThreadUsage, Usage
 from moeverify.verification.launch.evidence import read_tail
 from moeverify.verification.launch.failure_reporter import SIGNALS_THREAD
+from moeverify.verification.launch.failure_root_cause import find_root_cause
 from moeverify.verification.launch.plan import Backend, Device, Job, JobOutcome, LaunchEvent, job_folder
-from moeverify.verification.launch.root_cause_rank import find_root_cause
 from moeverify.verification.launch.runner import JobRunner, RunJob, collect_less
 from moeverify.verification.launch.world import ExternalWorld, complete_environment, set_interpreter
 

@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 import pytest
 
-from moeverify.abandoned import LOCK
 from moeverify.cases.validation.load import load_cases
 from moeverify.errors import CaseError
 from moeverify.report.words.note import describe_golden, describe_nearness
 from moeverify.results.golden import GoldenState
+from moeverify.stale_folders import LOCK
 from moeverify.verification.controller.goldens import GoldenSet
 from moeverify.verification.controller.options import RunOptions
 from moeverify.verification.golden.file import GoldenFile, golden_path, write_golden

@@ -77,17 +77,17 @@ def test_what_makes_goldens_is_among_the_code_that_they_depend_on() -> None:
             seen.add(name)
             left += [found.target for found in house.imports[name] if found.target in house.sources]
     others = {
-        "abandoned",
         "cases",
         "cases.axes",
         "errors",
         "explain",  # knows random operators, whose lines are named where a model is refused
         "checksum",
-        "garbage",  # pauses of the garbage collector change no value
+        "gc_pause",  # pauses of the garbage collector change no value
         "input_file",
         "json_file",
         "parallel",
         "results",
+        "stale_folders",
         "tools.placement",  # of experts on ranks: one device has them all
         "train.calls",  # records the calls of a user's own step
         "verification.checks",
