@@ -99,7 +99,7 @@ Fault = Annotated[
     typer.Option(
         "--fault",
         metavar="PKG.MOD:FN",
-        help="Call this on every rank before the layout is built, or a number of `faults list`.",
+        help="Inject a bug: a number of `faults list`, or a function called on each rank before the layout is built.",
     ),
 ]
 RequireGoldens = Annotated[

@@ -30,7 +30,7 @@ def explain(
 ) -> None:
     """Show the evidence behind a finding: coefficients, residuals, and every test that was tried.
 
-    Without FINDING, list the findings that follow from no other, with their numbers. A CODE, such as
+    Without FINDING, list the root findings with their numbers: those that no other finding explains. A CODE, such as
     missing-reduction, is the `code` or `mechanism` of a finding in JSON.
     """
     with open_context() as context:

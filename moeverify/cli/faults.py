@@ -63,14 +63,14 @@ Without = Annotated[
     list[str] | None,
     typer.Option(
         "--without",
-        metavar="MECHANISM",
+        metavar="HYPOTHESIS",
         help="Leave out a hypothesis, or `explain`: the search for the first wrong operation; repeatable.",
     ),
 ]
 _Number = Annotated[int, typer.Option("--number", min=1, max=1_000_000, help="How many mutants to choose.")]
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="MECHANISM", help="Leave out all other hypotheses; repeatable."),
+    typer.Option("--only", metavar="HYPOTHESIS", help="Leave out all other hypotheses; repeatable."),
 ]
 
 

@@ -48,7 +48,7 @@ Replay = Annotated[
     typer.Option(
         "--replay",
         metavar="RUN",
-        help="One device gets the batches that the ranks of this recorded run drew.",
+        help="Replay the batches of this recorded run on one device.",
     ),
 ]
 Nudge = Annotated[

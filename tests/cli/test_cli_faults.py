@@ -33,7 +33,7 @@ def flat(text: str) -> str:
         (["clean", "-k", "("], ["`(` cannot be read"]),
         (
             ["run", "A01", "--without", "unmovd", "--without", "explain"],
-            ["--without: no mechanism `unmovd`", "the mechanisms are reordered, ", "altered, explain"],
+            ["--without: no hypothesis `unmovd`", "the hypotheses are reordered, ", "altered, explain"],
         ),
         (["run", "A01", "--without", "unmoved", "--only", "explain"], ["give one of the two"]),
         (["run", "A01", "--precision", "float16"], ["Invalid value for '--precision'"]),

@@ -173,10 +173,11 @@ def _place_by_neighbours(places: Places, known: Mapping[str, Tensor], world_size
 
 
 def find_repeated_parts(places: Places) -> Iterator[Finding]:
-    """Yield a finding for tensors with a missing part that some ranks replaced by a second copy of another part.
+    """Yield a finding for tensors of which two ranks hold the same part while no rank holds another part.
 
-    Ranks that begin with the values of one part, although each should have its own, are located at that
-    part.
+    Tensors are located by their initial values. If several ranks start with the values of one part although
+    each should have a part of its own, all of them are located at that part. Tensors with the same two first
+    ranks there share a finding.
     """
     by_name: dict[str, dict[str, list[int]]] = {}
     sizes: dict[str, tuple[int, int]] = {}

@@ -211,7 +211,10 @@ def _turn(region: Region) -> Region:
 
 
 def choose_stride(size: int, limit: int) -> int:
-    """Return the smallest power of two, as a stride of positions, that reduces `size` to `limit` bytes."""
+    """Return the smallest stride of positions at which a tensor of `size` bytes fits into `limit` bytes.
+
+    Strides are powers of two: 1 keeps every position, 2 every second one.
+    """
     stride = 1
     while size > limit * stride:
         stride *= 2

@@ -54,7 +54,10 @@ class _Layer:
         self.loads = self.shares.sum(0)
 
     def share(self, experts: IntArray, marks: BoolArray) -> FloatArray:
-        """Return the shares (C, R) of experts (C) under other rows of marks (C, R)."""
+        """Return the load (C, R) that each rank would get from one expert of each candidate change.
+
+        `experts` (C) has these experts, and `marks` (C, R) the ranks that would hold them.
+        """
         return share_load(marks, self.copies[experts], self.cluster)
 
     def apply(self, expert: int, row: BoolArray) -> None:

@@ -272,7 +272,10 @@ class ExpectedData:
 
 
 def is_same(field: BatchField, actual: Tensor, wanted: Tensor) -> bool:
-    """Return whether values are equal. For labels, ignored ones are skipped and at least one must count."""
+    """Return whether two tensors of a field have the same shape and values.
+
+    Labels are compared only where `actual` is not `IGNORED`. They differ if all of `actual` is ignored.
+    """
     if actual.shape != wanted.shape:
         return False
     if field is not BatchField.LABELS:

@@ -124,7 +124,7 @@ def change_precision(faults: Sequence[Fault], precision: Precision) -> list[Faul
 
 
 def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[str, ...]:
-    """Return the mechanisms to leave out: `without`, or all mechanisms but `only`.
+    """Return the hypotheses to leave out, `explain` among them: `without`, or all but `only`.
 
     Raises: CaseError when a name is unknown or both are given.
     """
@@ -134,9 +134,9 @@ def choose_left_out(without: Collection[str], only: Collection[str]) -> tuple[st
         raise CaseError(
             [
                 Problem(
-                    f"no mechanism `{name}`",
+                    f"no hypothesis `{name}`",
                     path=option,
-                    remedy=f"the mechanisms are {', '.join(MECHANISMS)}",
+                    remedy=f"the hypotheses are {', '.join(MECHANISMS)}",
                 )
                 for option, name in unknown
             ]
