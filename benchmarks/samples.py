@@ -192,12 +192,6 @@ def own_fault() -> str:
     return block(cut(run(command, own_fault_folder()), "  gradient: ", LAST), command)
 
 
-def own_fault_misspelled() -> str:
-    """Return the example of a fault that does not exist."""
-    command = "moeverify run cases/tp-sequence-parallel.yaml --fault own_faults:forget_norm"
-    return block(run(command, own_fault_folder()).strip().splitlines(), command)
-
-
 # ---- Tables, from the code alone
 
 
@@ -367,7 +361,6 @@ OUTPUTS: dict[str, Callable[[], str]] = {
     "own-gpt-wrong": own_gpt_wrong,
     "precision": precision,
     "own-fault": own_fault,
-    "own-fault-misspelled": own_fault_misspelled,
     "comm-uneven": comm_uneven,
     "route": route,
     "bound": bound,

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import typer
@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from moeverify.cases.validation.load import load_cases
 from moeverify.cli import EXAMPLES, build_app
+from moeverify.results.culprit import Mechanism
 from moeverify.results.finding import CheckResult, Finding, FollowUp, Worst
 from moeverify.results.place import Place
 from moeverify.results.run import CaseResult, RankReport, RunResult
@@ -176,3 +177,27 @@ def test_layouts_are_valid(layout: str, tmp_path: Path) -> None:
 def test_files_are_shown_as_they_are(page: Path) -> None:
     for path, text in re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         assert (ROOT / path).read_text() == text
+
+
+def test_each_mechanism_is_in_the_table_of_the_page_on_causes() -> None:
+    table = (DOCS / "diagnosis.md").read_text().partition("| `mechanism` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", table, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(get_args(Mechanism))
+
+
+def test_the_answers_of_the_page_on_the_architecture_name_functions_of_their_files() -> None:
+    page = (DOCS / "architecture.md").read_text()
+    answers = re.findall(r"^\| \w.*\? \| (.*`.*) \|$", page, re.MULTILINE)
+    assert len(answers) >= 8
+    for answer in answers:
+        folder, names, text = Path(), [], ""
+        for name in re.findall(r"`(?:moeverify/)?([\w./]+)`", answer):
+            if "/" in name or name.endswith(".py"):
+                place = (ROOT / "moeverify" if "/" in name else folder) / name
+                folder = place.parent
+                text += (place / "__init__.py" if place.is_dir() else place).read_text()
+            else:
+                names += name.split(".")
+        for name in names:
+            assert re.search(rf"^(?: *(?:def|class) {name}\b|{name} = )", text, re.MULTILINE), (name, answer)
