@@ -37,7 +37,8 @@ class Reaction(StrEnum):
 
 Steps = Annotated[str, typer.Option("--steps", metavar="A-B", help="The optimizer steps to record, from 0.")]
 Limit = Annotated[
-    float, typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of larger tensors.")
+    float,
+    typer.Option("--limit", min=0.0, metavar="MIB", help="Keep only a sketch of tensors above this size."),
 ]
 Weights = Annotated[
     Path | None,
@@ -54,7 +55,9 @@ Replay = Annotated[
 Nudge = Annotated[
     int | None,
     typer.Option(
-        "--nudge", metavar="SEED", help="Move every initial weight by one unit of rounding (for --noise)."
+        "--nudge",
+        metavar="SEED",
+        help="Move every initial weight by one unit of rounding, for `compare --noise`.",
     ),
 ]
 NudgeDtypeOption = Annotated[
@@ -77,7 +80,7 @@ Code = Annotated[
     bool,
     typer.Option(
         "--code/--no-code",
-        help="Record executed lines and Python values of the script, which name wrong lines.",
+        help="Record executed lines and Python values of the script, to find wrong lines.",
     ),
 ]
 
@@ -89,12 +92,15 @@ OnFinding = Annotated[Reaction, typer.Option("--on-finding", help="With --guard:
 Hang = Annotated[
     float,
     typer.Option(
-        "--hang", min=1.0, metavar="S", help="Report which ranks wait where after S seconds in a collective."
+        "--hang",
+        min=1.0,
+        metavar="S",
+        help="Report where the ranks wait if a collective takes more than S seconds.",
     ),
 ]
 OnHang = Annotated[
     Reaction,
-    typer.Option("--on-hang", help="After this report: go on, or end the script with exit code 3."),
+    typer.Option("--on-hang", help="After the report of --hang: go on, or end the script with exit code 3."),
 ]
 
 
@@ -143,7 +149,7 @@ def watch(
 ) -> None:
     """Run a training script and record some of its steps, for `moeverify compare`; or check it with `--guard`.
 
-    Ranks that wait in a collective are listed. Exits with the code of the script, whose output stays as it is.
+    Reports hangs in collectives. The output and the exit code are those of the script.
     """
     from moeverify.verification.controller.scratch import scratch_folder
 
