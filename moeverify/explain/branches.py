@@ -45,6 +45,8 @@ _MOST_REPLACED = 32
 """Maximum number of operators that compute a value which a repair replaces."""
 _MOST_FOLLOWED = 400
 """Maximum number of operators that are followed upstream."""
+_MOST_USES = 16
+"""Maximum number of values that are followed from a branch to the first combination with another value."""
 _NEAREST = 3
 """Number of calls around an operation, the innermost first, whose lines may be wrong by themselves."""
 
@@ -254,7 +256,9 @@ class Branches:
             for block in blocks
             if step < 0
             or not (
-                any((target.mark[0], line) in proven for line in block) or self._makes_right(first, block)
+                any((target.mark[0], line) in proven for line in block)
+                or self._makes_right(first, block)
+                or self._is_confirmed(first, block)
             )
         ]
 
@@ -264,6 +268,37 @@ class Branches:
         made = [at for op in ops for at in self._joint.results(op) if self._alignment.tells(at)]
         is_met = any(self._joint.op(op).meeting is not None for op in ops)
         return is_met and bool(made) and all(map(self._alignment.is_right, made))
+
+    def _is_confirmed(self, first: At, block: _Block) -> bool:
+        """Return whether all that a block hands on was combined with other values into right ones before `first`."""
+        inside = set(self._list_ops(first[0], {self._joint.op(first).step}, block))
+        made = [at for op in inside if op < first for at in self._joint.results(op)]
+        handed = [at for at in made if not inside.issuperset(self._joint.users.get(at, ()))]
+        return bool(handed) and all(self._is_combined(at, first) for at in handed)
+
+    def _is_combined(self, start: At, first: At) -> bool:
+        """Return whether an operator before `first` makes a right value, element by element, of this one and another.
+
+        Right elements of a wrong place do not become right there.
+        """
+        joint, waiting, seen = self._joint, [start], set[At]()
+        while waiting and len(seen) < _MOST_USES:
+            at = waiting.pop(0)
+            seen.add(at)
+            for user in joint.users.get(at, ()):
+                results = [each for each in joint.results(user) if user[0] == first[0] and user < first]
+                if not results or not all(
+                    map(self._alignment.is_right, filter(self._alignment.tells, results))
+                ):
+                    continue
+                others = [each for each in joint.own_reads(user) if each not in seen]
+                shape = joint.value(results[0]).shape
+                if self._alignment.tells(results[0]) and any(
+                    joint.value(each).shape == shape and not joint.value(each).label for each in others
+                ):
+                    return True
+                waiting += results
+        return False
 
     def _only_communicates(self, rank: int, steps: Collection[int], block: _Block) -> bool:
         """Return whether a block runs collectives, or allocates their buffers, and else only passes on elements."""

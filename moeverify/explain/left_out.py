@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from moeverify.explain.program import Site
 from moeverify.explain.sites import parse_file
-from moeverify.explain.syntax import LEAVES, find_function, find_span
+from moeverify.explain.syntax import LEAVES, find_function, find_span, name_function
 
 
 class _Arm(NamedTuple):
@@ -39,8 +39,9 @@ def list_left_out(one: Collection[tuple[str, int]], many: Collection[tuple[str, 
             alone = tuple(line for line in arm.lines if (file, line) in one)
             is_left = alone and not any((file, line) in many for line in (*arm.lines, *arm.others))
             if is_left and all((file, arm.header.lineno) in each for each in (one, many)):
-                site = Site(file, arm.header.lineno, "", 0, find_span(arm.header))
-                yield LeftOut(site, find_function(file, arm.header.lineno), alone)
+                line = arm.header.lineno
+                site = Site(file, line, name_function(file, line), 0, find_span(arm.header))
+                yield LeftOut(site, find_function(file, line), alone)
 
 
 def list_idle(executed: Collection[tuple[str, int]]) -> set[tuple[str, int]]:

@@ -63,16 +63,25 @@ class SourceFile:
 
 
 @lru_cache(maxsize=64)
-def _list_bodies(path: str) -> list[tuple[int, int]]:
-    """Return the first and last line of the body of each function of a file."""
+def _list_bodies(path: str) -> list[tuple[int, int, str]]:
+    """Return the first and last line of the body of each function of a file, and its name."""
     kinds = ast.FunctionDef | ast.AsyncFunctionDef
     functions = (node for node in ast.walk(parse_file(path)) if isinstance(node, kinds))
-    return [(node.body[0].lineno, node.end_lineno or node.lineno) for node in functions]
+    return [(node.body[0].lineno, node.end_lineno or node.lineno, node.name) for node in functions]
 
 
 def find_function(path: str, line: int) -> tuple[str, int]:
     """Return the file and first line of the innermost function that contains a line; 0 outside of functions."""
-    return path, max((first for first, last in _list_bodies(path) if first <= line <= last), default=0)
+    return path, _find_body(path, line)[0]
+
+
+def name_function(path: str, line: int) -> str:
+    """Return the name of the innermost function that contains a line; empty outside of functions."""
+    return _find_body(path, line)[2]
+
+
+def _find_body(path: str, line: int) -> tuple[int, int, str]:
+    return max((each for each in _list_bodies(path) if each[0] <= line <= each[1]), default=(0, 0, ""))
 
 
 def find_span(node: ast.AST) -> tuple[int, int, int, int]:

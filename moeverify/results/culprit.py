@@ -174,7 +174,7 @@ OriginKind = Literal[
 """
 
 
-_OF_ONE_SIDE = ("branch", "sole", "skipped")
+_OF_ONE_SIDE = ("branch", "skipped")
 _OF_BRANCHES = ("definition", "cut", "moved", "extra", "factor", "made", "draw", "value")
 """Kinds of lines that are wrong by themselves if they are in a branch."""
 
@@ -226,7 +226,11 @@ def find_line_of_ranks(origins: Sequence[Origin]) -> Origin | None:
 
 
 def _is_beside(one: Origin, other: Origin) -> bool:
-    return (one.line.file, one.line.function) == (other.line.file, other.line.function)
+    return _is_of_function(one.line, other.line)
+
+
+def _is_of_function(one: CodeLine, other: CodeLine) -> bool:
+    return (one.file, one.function) == (other.file, other.function)
 
 
 def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
@@ -337,10 +341,20 @@ class Culprit(Record):
 
     @property
     def lone_line(self) -> Origin | None:
-        """`own_line`, or the only line before the first wrong result that one device does not execute."""
+        """`own_line`, or the only line before the first wrong result that one device does not execute.
+
+        Lines that ranks leave out count in the functions that call the first wrong operation: right layouts leave
+        out others.
+        """
         found = self.own_line or find_lone_line(self.origins)
-        is_weak = found is not None and found.kind in ("unused", "sole")
-        return None if is_weak and self.names_cause else found
+        if found is None or (found.kind == "unused" and self.names_cause):
+            return None
+        return found if found.kind != "skipped" or self._is_called_from(found.line) else None
+
+    def _is_called_from(self, line: CodeLine) -> bool:
+        """Return whether the function of a line calls the first wrong operation, or its counterpart."""
+        calls = [each for op in (self.here, self.there) if op is not None for each in (op.line, *op.callers)]
+        return any(each is not None and _is_of_function(each, line) for each in calls)
 
     @property
     def _is_made_elsewhere(self) -> bool:

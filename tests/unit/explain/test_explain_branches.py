@@ -376,6 +376,31 @@ def test_a_call_of_code_that_one_device_does_not_run_comes_after_other_branches(
     assert found == [("branch", "y = y.floor()"), ("parallel", "begin(kept)")]
 
 
+def test_a_branch_whose_result_was_combined_into_a_right_value_is_not_named() -> None:
+    """The ranks take their rows of a table in a branch, and the sum with it is right."""
+    table = make(16, 4, seed=3)
+
+    def add(x: Tensor, on_ranks: int, rows: int) -> Tensor:
+        own = table[:8]
+        if on_ranks:
+            own = table[rows : rows + 8]
+        return x.cos() + own
+
+    def run(x: Tensor, on_ranks: int, rows: int) -> Tensor:
+        y = add(x, on_ranks, rows).exp()
+        return (y @ WEIGHT * (1.5 + on_ranks)).sin()
+
+    def list_named(rows: int) -> list[str]:
+        ranks, one = (record_call(lambda x, on=on: run(x, on, rows), None, x=make(8, 4)) for on in (1, 0))
+        explainer = Explainer([ranks], one, 0, ())
+        (last,) = list_ops(ranks, "sin")
+        cause = OperatorCause([(0, last.number)], [], explainer.wrong[:1])
+        return [each.line.expression for each in Upstream(explainer).find(cause)]
+
+    assert "own = table[rows : rows + 8]" not in list_named(0)
+    assert "own = table[rows : rows + 8]" in list_named(8)
+
+
 def test_the_only_branch_of_the_step_is_named_although_nothing_leads_from_it() -> None:
     """The branch changes a Python value that no recorded operator passes on."""
     state = {"scale": 1.0}

@@ -360,10 +360,15 @@ def test_the_only_line_of_ranks_before_a_place_comes_first_and_claims_no_cause(
     assert list_culprit(culprit)[0][1].startswith(headline) is is_lone
 
 
-def test_lines_that_ranks_leave_out_are_named_by_their_condition() -> None:
-    rows = list_culprit(make("place", proved=False, origins=(own("skipped"), own("value"))))
+@pytest.mark.parametrize(("function", "is_named"), [("forward", True), ("another", False)])
+def test_lines_that_ranks_leave_out_lead_if_their_function_calls_the_operation(
+    function: str, is_named: bool
+) -> None:
+    line = OTHER.line.model_copy(update={"function": function})
+    skipped = Origin(kind="skipped", line=line)
+    rows = list_culprit(make("place", proved=False, origins=(skipped, own("value"))))
     headline = "only lines before the first wrong result that ranks leave out: under `a @ w`, mine/ffn.py:9"
-    assert rows[0] == ("cause", headline)
+    assert rows[0][1].startswith(headline) is is_named
 
 
 def test_an_operand_of_an_earlier_step_is_told_where_only_the_place_is_known() -> None:
@@ -397,10 +402,9 @@ def test_a_number_that_has_the_factor_of_a_scaled_result_is_the_cause(
     assert (list_culprit(culprit)[0][1] == headline) is is_named
 
 
-def test_a_line_that_nothing_leads_from_leads_no_proved_cause() -> None:
-    origins = (own("sole"),)
-    assert make("place", proved=False, origins=origins).lone_line == origins[0]
-    assert make("unreduced", origins=origins).lone_line is None
+@pytest.mark.parametrize(("mechanism", "is_proved"), [("place", False), ("unreduced", True)])
+def test_a_line_that_nothing_leads_from_is_no_headline(mechanism: Mechanism, is_proved: bool) -> None:
+    assert make(mechanism, proved=is_proved, origins=(own("sole"),)).lone_line is None
 
 
 def test_a_wrong_group_is_named_by_the_call_that_makes_it() -> None:
