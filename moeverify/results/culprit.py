@@ -326,7 +326,8 @@ class Culprit(Record):
         """The line that made a wrong value, if it is the only one before `here` that one device does not execute.
 
         With the right value, the program of the ranks is right. Both sides execute all other lines that make it. A
-        wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute.
+        wrong number needs a line that defines a number, which may pass it on to definitions that both sides execute;
+        None is no number.
         """
         first = self.origins[0] if self.origins else None
         if self.mechanism == "scale" and first is not None and first.has_factor(self.factor):
@@ -336,7 +337,7 @@ class Culprit(Record):
         if not (self.proved and is_of_value) or alone is None:
             return None
         if self.mechanism in _OF_NUMBERS:
-            return alone if alone.kind == "definition" else None
+            return alone if alone.kind == "definition" and alone.here != "None" else None
         return alone if alone.kind in ("branch", "extra") and len(self.origins) == 1 else None
 
     @property

@@ -402,6 +402,13 @@ def test_a_number_that_has_the_factor_of_a_scaled_result_is_the_cause(
     assert (list_culprit(culprit)[0][1] == headline) is is_named
 
 
+@pytest.mark.parametrize(("here", "is_named"), [("8", True), ("None", False)])
+def test_a_definition_of_none_defines_no_number(here: str, is_named: bool) -> None:
+    origins = (own("definition", here=here),)
+    culprit = make("number", there=SHARED, numbers=(("8", "4"),), origins=origins)
+    assert (culprit.own_line is not None) is is_named
+
+
 @pytest.mark.parametrize(("mechanism", "is_proved"), [("place", False), ("unreduced", True)])
 def test_a_line_that_nothing_leads_from_is_no_headline(mechanism: Mechanism, is_proved: bool) -> None:
     assert make(mechanism, proved=is_proved, origins=(own("sole"),)).lone_line is None
