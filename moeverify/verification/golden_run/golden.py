@@ -87,8 +87,8 @@ def list_own_results(recipe: Recipe, checks: Sequence[Check[Any]], device: torch
     if recipe.step is None:
         return []
     wide = recipe.model_copy(update={"precision": "float64", "float8": "none"})
-    found = {own for each in (recipe, wide) for own in _list_in_precision(each, checks, device)}
-    return sorted(found)
+    recipes = [recipe] if recipe == wide else [recipe, wide]
+    return sorted({own for each in recipes for own in _list_in_precision(each, checks, device)})
 
 
 def _list_in_precision(recipe: Recipe, checks: Sequence[Check[Any]], device: torch.device) -> set[OwnResult]:
