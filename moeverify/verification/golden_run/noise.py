@@ -84,6 +84,7 @@ def calibrate(
         is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
         gradients = GradientNoise(reference) if is_pushed else None
         rewritten: set[str] = set()
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, program in perturbed_programs(recipe, device):
             watches: list[Watch[Any]] = [] if gradients is None else [gradients]
             written = RewrittenGradients(program) if name == "plain" and recipe.step is not None else None
@@ -97,12 +98,13 @@ def calibrate(
                 if error > noise.get(key, 0.0):
                     noise |= {key: error, f"{WIDEST}{key}": float(PERTURBED_RUNS.index(name))}
                 noise.setdefault(key, error)
+            shapes = {shard.name: shard.region.shape for shard in program.shards}
             choices.num_changed += program.near_ties.num_changed
             choices.num_free += program.near_ties.num_free
         if gradients is not None:
             noise |= propagate(recipe, reference, gradients, device, forced=forced, left_out=own_updates)
         shared = {Kind.GRADIENT: rewritten, Kind.UPDATE: rewritten | set(own_updates)}
-        noise |= share_noise(noise, shared, recipe.steps, reference, forced=forced)
+        noise |= share_noise(noise, shared, shapes, recipe.steps, forced=forced)
     noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}
     if has_narrow_parts:
         noise |= _measure_narrow(recipe, reference, checks, device, own_updates)

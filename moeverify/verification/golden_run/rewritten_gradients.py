@@ -18,7 +18,6 @@ from moeverify.results.checks import Kind
 from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.golden.noise import noise_key
-from moeverify.verification.golden.store import StoredGolden
 
 # Largest difference from a cosine of 1 that a factor and the rounding to bfloat16 (2**-9 an element) leave.
 _ROUNDING = 2.0**-12
@@ -70,20 +69,22 @@ class RewrittenGradients(Watch[frozenset[str]]):
 def share_noise(
     noise: Mapping[str, float],
     names_by_kind: Mapping[Kind, Collection[str]],
+    shapes: Mapping[str, tuple[int, ...]],
     num_steps: int,
-    reference: StoredGolden,
     *,
     forced: bool = False,
 ) -> dict[str, float]:
-    """Return the noise of the tensors of each kind: the largest of those of one shape and step."""
+    """Return the noise of the tensors of each kind: the largest of those of one shape and step.
+
+    `shapes` are those of all parameters. Tensors without a noise of their own get none.
+    """
     shared: dict[str, float] = {}
     for step in range(num_steps):
         for kind, names in names_by_kind.items():
+            keys = {name: noise_key(step, kind, name, forced=forced) for name in names}
+            known = {name: noise[key] for name, key in keys.items() if key in noise}
             largest: dict[tuple[int, ...], float] = {}
-            shapes = {name: reference.find(step, kind, name) for name in names}
-            known = {name: tuple(value.shape) for name, value in shapes.items() if value is not None}
-            keys = {name: noise_key(step, kind, name, forced=forced) for name in known}
-            for name, shape in known.items():
-                largest[shape] = max(largest.get(shape, 0.0), noise.get(keys[name], 0.0))
-            shared |= {keys[name]: largest[shape] for name, shape in known.items()}
+            for name, error in known.items():
+                largest[shapes[name]] = max(largest.get(shapes[name], 0.0), error)
+            shared |= {keys[name]: largest[shapes[name]] for name in known}
     return shared

@@ -380,14 +380,11 @@ def test_a_branch_whose_result_was_combined_into_a_right_value_is_not_named() ->
     """The ranks take their rows of a table in a branch, and the sum with it is right."""
     table = make(16, 4, seed=3)
 
-    def add(x: Tensor, on_ranks: int, rows: int) -> Tensor:
+    def run(x: Tensor, on_ranks: int, rows: int) -> Tensor:
         own = table[:8]
         if on_ranks:
             own = table[rows : rows + 8]
-        return x.cos() + own
-
-    def run(x: Tensor, on_ranks: int, rows: int) -> Tensor:
-        y = add(x, on_ranks, rows).exp()
+        y = (x.cos() + own).exp()
         return (y @ WEIGHT * (1.5 + on_ranks)).sin()
 
     def list_named(rows: int) -> list[str]:
