@@ -38,6 +38,7 @@ _RUNS: Mapping[PerturbedRun, str] = {
     "micro-batches": "the run in two micro-batches",
     "moved weights": "the run with initial weights off by one unit in the last place",
     "float8": "the run with other roundings to float8",
+    "own choices": "the run with its own choices near a tie",
 }
 
 

@@ -34,7 +34,7 @@ BoundPart = Literal[
 """
 
 
-PerturbedRun = Literal["plain", "other order", "micro-batches", "moved weights", "float8"]
+PerturbedRun = Literal["plain", "other order", "micro-batches", "moved weights", "float8", "own choices"]
 """A run of one device that measures bounds. It differs from the float64 run by
 
 - `plain`: its precision alone
@@ -42,6 +42,7 @@ PerturbedRun = Literal["plain", "other order", "micro-batches", "moved weights",
 - `micro-batches`: two micro-batches
 - `moved weights`: initial weights off by one unit in the last place
 - `float8`: the scales, or the roundings, of float8
+- `own choices`: its own choices near a tie, for buffers alone
 """
 
 

@@ -53,20 +53,21 @@ def train(
     forced: bool = False,
     num_steps: int | None = None,
     keeps_near_ties: bool = False,
+    follows_choices: bool = True,
 ) -> list[float]:
     """Train for the recipe's steps, or the first `num_steps`, and report every tensor to the observer.
 
     Return the learning rate of each step: the optimizer's first group when the step begins.
 
     Below float64 a user's model makes the choices of `golden` near a tie; with `keeps_near_ties` and without
-    `golden` its own ones are reported. With `replay_routing` the routers use the golden's expert ids. With
-    `forced` every step starts from the golden's state after the previous step. Both need `golden`. Collective:
-    all ranks of the layout.
+    `golden` its own ones are reported. Without `follows_choices` it makes its own ones. With `replay_routing`
+    the routers use the golden's expert ids. With `forced` every step starts from the golden's state after the
+    previous step. Both need `golden`. Collective: all ranks of the layout.
     """
     state = TrainingState.begin(recipe, program)
     show_all(observer, INITIAL, Kind.INITIAL_WEIGHT, _name(program.shards))
     show_all(observer, INITIAL, Kind.INITIAL_BUFFER, _name(program.buffers))
-    follows = keeps_near_ties or golden is not None
+    follows = keeps_near_ties or (follows_choices and golden is not None)
     near_ties = follow_near_ties(recipe, golden, program.near_ties) if follows else None
     rates: list[float] = []
     for step in range(recipe.steps if num_steps is None else num_steps):

@@ -94,21 +94,48 @@ def calibrate(
             if name == "plain":
                 noise |= {f"{PLAIN}{key}": error for key, error in measured.items()}
                 noise |= _measure_storage(recipe, program, reference)
-            for key, error in measured.items():
-                if error > noise.get(key, 0.0):
-                    noise |= {key: error, f"{WIDEST}{key}": float(PERTURBED_RUNS.index(name))}
-                noise.setdefault(key, error)
+            _widen(noise, measured, name)
             shapes = {shard.name: shard.region.shape for shard in program.shards}
             choices.num_changed += program.near_ties.num_changed
             choices.num_free += program.near_ties.num_free
         if gradients is not None:
             noise |= propagate(recipe, reference, gradients, device, forced=forced, left_out=own_updates)
+        if choices.num_changed:
+            _widen(noise, _measure_own_choices(recipe, reference, device, forced=forced), "own choices")
         shared = {Kind.GRADIENT: rewritten, Kind.UPDATE: rewritten | set(own_updates)}
         noise |= share_noise(noise, shared, shapes, recipe.steps, forced=forced)
     noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}
     if has_narrow_parts:
         noise |= _measure_narrow(recipe, reference, checks, device, own_updates)
     return noise
+
+
+def _widen(noise: dict[str, float], measured: Mapping[str, float], run: PerturbedRun) -> None:
+    """Replace the noise of each tensor that a run shows to be larger, with the run's number by `WIDEST`."""
+    for key, error in measured.items():
+        if error > noise.get(key, 0.0):
+            noise |= {key: error, f"{WIDEST}{key}": float(PERTURBED_RUNS.index(run))}
+        noise.setdefault(key, error)
+
+
+def _measure_own_choices(
+    recipe: Recipe, reference: StoredGolden, device: torch.device, *, forced: bool
+) -> dict[str, float]:
+    """Return the noise of buffers, such as loads of experts, in a run that makes its own choices near a tie.
+
+    Ranks do not find the golden's choice for each of their rows. Such a row changes a gradient a little. It
+    changes a count of tokens by one, and a bias that moves by the sign of a count by a whole step.
+    """
+    program = assemble_single(recipe, device)
+    keys = {
+        noise_key(step, Kind.BUFFER, shard.name, forced=forced)
+        for step in range(recipe.steps)
+        for shard in program.live_buffers()
+    }
+    if not keys:
+        return {}
+    measured = measure_noise(recipe, program, reference, forced=forced, follows_choices=False)
+    return {key: error for key, error in measured.items() if key in keys}
 
 
 def _measure_storage(recipe: Recipe, program: TrainingProgram, reference: StoredGolden) -> dict[str, float]:
@@ -244,12 +271,14 @@ def measure_noise(
     checks: Sequence[Check[Any]] = (),
     *,
     forced: bool = False,
+    follows_choices: bool = True,
     watches: Sequence[Watch[Any]] = (),
 ) -> dict[str, float]:
     """Return the distance of a single-device run from the golden, for each logical tensor by `noise_key`.
 
     The distance is relative to the norm of the golden, or the largest absolute error for kinds that are
-    zero by definition. `watches` see all tensors of the run, too.
+    zero by definition. `watches` see all tensors of the run, too. Without `follows_choices` a user's model makes
+    its own choices near a tie.
     """
     comparison = Comparison(reference, hash_bits=False)
     training = Training(recipe, program, golden=reference)
@@ -261,6 +290,7 @@ def measure_noise(
             golden=reference,
             replay_routing=replays_routing(recipe),
             forced=forced,
+            follows_choices=follows_choices,
         )
     totals: dict[str, tuple[str, TensorDifference]] = {}
     for entry in comparison.entries():
