@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from moeverify.cases.schema import MoE as MoESpec
 from moeverify.model.experts import DividesExperts, ExpertHolder
-from moeverify.model.precision import Factory
+from moeverify.model.precision import Factory, widen
 from moeverify.model.router import RouterRecord, RouterSlot, RouterStats, summarize
 
 
@@ -103,7 +103,9 @@ class ObservedRouter(LearnedRouter, RouterSlot):  # type: ignore[misc]
             return flat.view(*valid.shape, flat.shape[-1])
 
         scores, ids = by_row(self._scores), by_row(self._ids)
-        stats = summarize(by_row(self._logits), scores, ids, valid)
+        # The package scores in the dtype of x. Sums over tokens in bfloat16 would lose whole tokens.
+        wide = widen(scores.dtype)
+        stats = summarize(by_row(self._logits).to(wide), scores.to(wide), ids, valid)
         best = scores.detach().sort(dim=-1, descending=True).values
         margin = (
             best[..., self.spec.top_k - 1] - best[..., self.spec.top_k]

@@ -99,3 +99,15 @@ def test_ranks_of_a_users_own_torchrun_run_them_too(cache: Path, python: ForkedP
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 case: 1 pass" in done.stdout
+
+
+def test_nothing_differs_in_bfloat16_but_what_a_case_declares(cache: Path) -> None:
+    names = ("megablocks", "megablocks-local-balance")
+    overrides = (*OVERRIDES, "recipe.precision=bfloat16")
+    cases = [
+        case for name in names for case in load_cases([ROOT / f"cases/{name}.yaml"], overrides=overrides)
+    ]
+    options = RunOptions(device="cpu", golden_folder=cache / "none", cache_folder=cache, explain_seconds=0.0)
+    result = run_cases(cases, options, lambda event: None)
+    assert result is not None
+    assert [case.verdict for case in result.cases] == ["pass", "pass"]
