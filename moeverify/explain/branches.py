@@ -225,16 +225,6 @@ class Branches:
         taken = self._joint.own_reads(op)
         return self._joint.op(op).meeting is not None or not all(map(self._agreement.agrees, taken))
 
-    def list_in_arguments(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the first lines of branches in functions that compute arguments of the call and of its operands."""
-        first = cause.ops[0]
-        makers = [self._joint.maker(at) for at in self._list_replaced(cause)]
-        lines = {line for op in (first, *makers) for line in self._sites(op)[:_MOST_CALLS]}
-        called = self._lines.list_called(lines)
-        for block in self._list_possible(first, cause.targets[0]):
-            if find_function(*block[0]) in called and not self._is_later(block, cause):
-                yield make_origin("callee", [find_line(*block[0])])
-
     def _list_replaced(self, cause: OperatorCause) -> list[At]:
         """Return the operands that a repair replaces: also right ones, such as a whole value in a sum of parts."""
         first, found = cause.ops[0], [at for each in cause.repairs for at in each.changes.values]

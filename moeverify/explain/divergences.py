@@ -54,26 +54,27 @@ class Divergences:
             yield from self._list_created(each for each in reads if each not in wrong)
             sites = self._lines.sites(op)
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
-                yield self._describe(at, sites)
+                yield from self._describe(at, sites)
                 if has_numbers(self._joint.op(op)):
                     yield from (each for each in self._lines.define(sites) if each.here is not None)
             waiting += wrong
 
-    def _describe(self, at: At, sites: tuple[Site, ...]) -> Origin:
-        """Return the origin of a value. One device runs no collectives, so that these are not suspect for it."""
+    def _describe(self, at: At, sites: tuple[Site, ...]) -> Iterator[Origin]:
+        """Yield the origin of a value. One device runs no collectives, so that these are not suspect for it."""
         op = self._joint.maker(at)
         if self._joint.op(op).meeting is not None:
-            return make_origin("collective", sites)
+            return
         if self._agreement.is_on_one_device(at):
-            return make_origin("value", sites)
+            yield make_origin("value", sites)
+            return
         sites = self._leave_out_right(op, sites)
         if not self._lines.is_run(sites[0], self._joint.op(op).name):
-            return make_origin("extra", sites)
-        # One device runs it for another caller: the call is of ranks alone, or is in code that it does not execute.
+            yield make_origin("extra", sites)
+            return
+        # One device runs it for another caller: the call of ranks alone is the difference.
         own = next((at for at, site in enumerate(sites) if self._lines.is_parallel(site)), 0)
-        return make_origin(
-            "extra" if self._lines.is_branch((sites[own].file, sites[own].line)) else "entered", sites[own:]
-        )
+        if self._lines.is_branch((sites[own].file, sites[own].line)):
+            yield make_origin("extra", sites[own:])
 
     def _leave_out_right(self, op: At, sites: tuple[Site, ...]) -> tuple[Site, ...]:
         """Return the calls of an operation, without its own line if that is right for another caller in the step."""

@@ -7,7 +7,6 @@ are plain data: a rank pickles its program and sends it to rank 0.
 
 from __future__ import annotations
 
-import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -266,7 +265,6 @@ class Program(Executed):
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
     - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
-    - `roots`: (first operator, lines of the call) of each backward pass.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `optimizers`: the calls that gave parameters to an optimizer.
     - `starts`: the number of operators before each (file, line) ran for the first time, by step.
@@ -280,7 +278,6 @@ class Program(Executed):
     races: list[Race] = field(default_factory=list)
     shares: list[tuple[Sequence[int], Sequence[int]]] = field(default_factory=list)
     cuts: list[tuple[int, int, tuple[Site, ...]]] = field(default_factory=list)
-    roots: list[tuple[int, tuple[Site, ...]]] = field(default_factory=list)
     groups: dict[str, list[tuple[Site, ...]]] = field(default_factory=dict)
     optimizers: list[tuple[Site, ...]] = field(default_factory=list)
     starts: dict[int, dict[tuple[str, int], int]] = field(default_factory=dict)
@@ -294,16 +291,6 @@ class Program(Executed):
     def sites_of(self, op: Op) -> tuple[Site, ...]:
         """Return the lines of an operator, or for a derivative the lines of its forward operator."""
         return self.ops[op.origin].sites if op.origin >= 0 and not op.sites else op.sites
-
-    def note_root(self, op: int, sites: tuple[Site, ...]) -> None:
-        """Note the call of the backward pass of an operator, unless it is that of the operators before."""
-        if not self.roots or self.roots[-1][1] != sites:
-            self.roots.append((op, sites))
-
-    def root_of(self, op: int) -> tuple[Site, ...]:
-        """Return the lines of the call of the backward pass that runs an operator; empty if none is known."""
-        place = bisect.bisect(self.roots, op, key=lambda root: root[0])
-        return self.roots[place - 1][1] if place else ()
 
     def base(self, value: int) -> Value:
         """Return the value that a value is a view of, or the value itself."""

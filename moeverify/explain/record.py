@@ -53,7 +53,7 @@ from moeverify.explain.program import (
     Shown,
     Value,
 )
-from moeverify.explain.sites import find_root, find_sites, is_direct
+from moeverify.explain.sites import find_sites, is_direct
 from moeverify.explain.waits import Waits
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
@@ -340,8 +340,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         op.module = self._modules[-1] if self._modules else ""
         if is_in_backward():
             op.phase = "backward"
-            if not op.sites:
-                self.program.note_root(op.number, find_root(4))
             node = torch._C._current_autograd_node()
             sequence = node._sequence_nr() if node is not None else _NO_NODE
             op.origin = self._origins.get(sequence, -1)

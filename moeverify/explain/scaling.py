@@ -81,8 +81,7 @@ class Scaling:
             if is_right or not all(map(self._alignment.is_right, made)):
                 sites = self._lines.sites(op)
                 if sites and self._lines.is_parallel(sites[0]):
-                    yield make_origin("factor", sites)
-                yield from self._lines.define(sites, of_ranks=True)
+                    yield make_origin("extra", sites)
 
     def _list_scales(self, at: At) -> set[float]:
         """Return the factors of the values that one line computes on all ranks and in all micro-batches."""

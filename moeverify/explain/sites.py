@@ -86,14 +86,6 @@ def _find_site(frame: FrameType) -> Site:
     return site
 
 
-def find_root(skip: int = 2) -> tuple[Site, ...]:
-    """Return the lines of user code that called the running backward pass, the innermost first."""
-    frame: FrameType | None = sys._getframe(skip)
-    while frame is not None and frame.f_code.co_name != _ENGINE:
-        frame = frame.f_back
-    return () if frame is None else _list_sites(frame.f_back)
-
-
 def parse_file(path: str) -> ast.Module:
     """Return the syntax tree of a source file; an empty one if it has none."""
     return _parse("".join(linecache.getlines(path)))

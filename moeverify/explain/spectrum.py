@@ -173,8 +173,6 @@ class Spectrum:
             sites = program.ops[recorded.origin].sites if recorded.origin >= 0 else self._lines.sites(op)
             yield from self._lines.list_members(sites, words)
             yield from self._lines.define(sites, of_conditions=True, words=words)
-        elif recorded.meeting is not None and not stack:
-            yield from self._lines.list_calls(op[0], recorded.meeting.group.name)
 
     def _list_words(self, *names: str) -> set[str]:
         """Return the parts of names of tensors that most tensors do not have in theirs."""

@@ -12,9 +12,7 @@ from moeverify.cases.axes.groups import AND
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
-from moeverify.explain.content import is_move
-from moeverify.explain.counterparts import Counterparts, pair_tensors
+from moeverify.explain.chains import is_passing, list_chain, list_of_step, walk_back
 from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
@@ -30,7 +28,6 @@ from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
 
 _MOST = 3
-_MOST_OF_GROUP = 5
 _MOST_NEAR = 48
 """Maximum number of operators of a backward pass among which user code is looked for."""
 _MOST_PARTS = 1000
@@ -67,7 +64,7 @@ class Upstream:
         scaler: At | None = None,
         lacks: Sequence[Op] = (),
     ) -> tuple[Origin, ...]:
-        """Return at most three lines, or five of a wrong group, those that differ from one device first.
+        """Return at most three lines, those that differ from one device first.
 
         `taken` are wrong operands of the first operation; else all of its operands count. Lines that are
         `named` already are left out. `defines` adds definitions of Python values that the operation takes.
@@ -76,7 +73,7 @@ class Upstream:
         """
         kind = cause.repairs[0].kind if cause.repairs else ""
         if kind == "group":
-            return self._choose(named, self._list_regrouped(cause), most=_MOST_OF_GROUP)
+            return self._choose(named, self._list_regrouped(cause), is_group=True)
         own = self._branches.find_maker(cause) if kind in ("operand", "whole") else None
         if own is not None and (own.file, own.line) not in named:
             return (make_origin("branch", [own]),)
@@ -91,20 +88,15 @@ class Upstream:
             self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
-            self._lines.list_roots(cause.ops[0]),
             self._list_repeated(cause),
             self._list_unused(cause),
-            self._list_received(cause.ops[0]) if defines else (),
             self._spectrum.list_alone(cause) if cause.known else (),
             scaling if cause.known == "scale" else (),
             self._list_derivatives(cause.ops[0]) if cause.known in ("", "moved") else (),
-            self._list_moved(cause.ops[0]) if cause.known in ("", "moved") else (),
             self._divergences.list_values(cause.ops[0], taken),
             scaling,
             self._list_parts(taken or self._joint.own_reads(cause.ops[0])) if not cause.known else (),
             self._spectrum.list_unwritten(cause),
-            # A collective that a wrong sum has passed says more than those that it has not passed.
-            self._list_groups(cause, lineage) if cause.known else (),
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = self._branches.list_nearest(cause)
@@ -112,20 +104,16 @@ class Upstream:
         if not any(each.may_lead or (each.here and each.there) for each in found):
             further = self._branches.list_further(cause, found)
             found = self._choose(named, found, branches=further) if further else found
-        found = found or self._choose(named, *self._list_fallbacks(cause, lineage, defines=defines))
-        return found or self._choose(named, self._branches.list_in_arguments(cause))
+        return found or self._choose(named, *self._list_fallbacks(cause, defines=defines))
 
-    def _list_fallbacks(
-        self, cause: OperatorCause, lineage: Sequence[At], *, defines: bool
-    ) -> tuple[Iterable[Origin], ...]:
+    def _list_fallbacks(self, cause: OperatorCause, *, defines: bool) -> tuple[Iterable[Origin], ...]:
         """Return the lines to look at if no other line is known."""
-        is_met = self._joint.op(cause.ops[0]).meeting is not None
+        is_step = self._joint.op(cause.ops[0]).phase == "step"
+        options = self._lines.list_options(cause.ops[0][0]) if is_step else ()
         return (
-            self._lines.list_options(cause.ops[0][0]) if self._joint.op(cause.ops[0]).phase == "step" else (),
-            self._list_groups(cause, lineage) if cause.known or is_met else (),
+            _keep_different(options),
             self._spectrum.list_missing(cause),
-            self._list_entered(cause.ops[0]),
-            self._list_definitions(cause.ops[0], is_last=True),
+            _keep_different(self._list_definitions(cause.ops[0])),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
@@ -145,9 +133,9 @@ class Upstream:
         named: Collection[tuple[str, int]],
         *sources: Iterable[Origin],
         branches: Sequence[Origin] = (),
-        most: int = _MOST,
+        is_group: bool = False,
     ) -> tuple[Origin, ...]:
-        """Return the first `most` origins of several sources, one for each line that is not named already.
+        """Return the first three origins of several sources, one for each line that is not named already.
 
         Lines of `branches` come first, as the origin of a source that has the same line, if there is one.
         """
@@ -155,19 +143,21 @@ class Upstream:
         first = {(origin.line.file, origin.line.line): origin for origin in branches}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
-            # Definitions of both sides near a line that is shown are left out, except those of a wrong group.
-            is_seen = (
-                most == _MOST
-                and origin.kind == "definition"
-                and not origin.is_of_ranks
-                and any(place[0] == file and abs(place[1] - line) <= _NEAR for file, line in (*found, *first))
-            )
+            # Definitions of both sides say little beside other lines, except those of a wrong group.
+            is_seen = not is_group and origin.kind == "definition" and not origin.is_of_ranks
+            if origin.here is None:
+                is_seen = is_seen and bool(found or first)
+            else:
+                lines = (*found, *first)
+                is_seen = is_seen and any(
+                    place[0] == file and abs(place[1] - line) <= _NEAR for file, line in lines
+                )
             if place not in named and (place in first or not is_seen):
                 found.setdefault(place, origin)
-            if len(found) == most:
+            if len(found) == _MOST:
                 break
         chosen = {place: origin for place, origin in (first | found).items() if place not in named}
-        return tuple(map(self._branches.mark, tuple(chosen.values())[:most]))
+        return tuple(map(self._branches.mark, tuple(chosen.values())[:_MOST]))
 
     def find_branches(self, cause: OperatorCause) -> tuple[Origin, ...]:
         """Return the branches that ranks alone take around a value that nothing wrote."""
@@ -192,16 +182,6 @@ class Upstream:
         for label in labels:
             if (op := self._lines.makers.get((rank, label))) is not None:
                 yield from self._describe_made(op)
-
-    def _list_received(self, first: At) -> Iterator[Origin]:
-        """Yield the collectives whose results an operation takes directly."""
-        for at in self._joint.reads(first):
-            before = [*list_chain(self._joint, [at]), self._joint.maker(skip_moves(self._joint, at))]
-            met = [op for op in before if self._joint.op(op).meeting is not None]
-            for op in met[:1]:
-                is_own = op[0] == first[0] and self._joint.op(op).phase == self._joint.op(first).phase
-                if is_own and any(is_of_user(site.file) for site in self._joint.op(op).sites):
-                    yield make_origin("collective", self._lines.sites(op))
 
     def _list_derivatives(self, first: At) -> Iterator[Origin]:
         """Yield the nearest lines of user code that compute a gradient, such as in a custom backward function."""
@@ -244,37 +224,6 @@ class Upstream:
                 )
                 if not lines and is_passing(joint, user):
                     waiting += joint.results(user)
-
-    def _list_moved(self, first: At) -> Iterator[Origin]:
-        """Yield moves that one device does not run, before an input with the right elements in a wrong order."""
-        joint = self._joint
-        others = Counterparts(self._alignment, self._one).find(first)
-        pairs = pair_tensors(joint.op(first), others[0]) if others else ()
-        elsewhere = [
-            at for each in pairs if self._agreement.is_elsewhere(at := (first[0], each.mine), each.theirs)
-        ]
-
-        def reads(op: At) -> list[At]:
-            return list_of_step(joint, (at for at in joint.own_reads(op) if joint.value(at).is_floating))
-
-        starts = map(joint.maker, list_of_step(joint, elsewhere))
-        for op in walk_back(joint, starts, reads, _MOST_FOLLOWED):
-            sites = self._lines.sites(op)
-            is_new = bool(sites) and self._lines.is_parallel(sites[0])
-            if is_new and is_move(joint.op(op)) and self._changes_order(op):
-                yield make_origin("moved", sites)
-
-    def _changes_order(self, op: At) -> bool:
-        """Return whether an operator joins tensors, or gives the elements of a tensor another order."""
-        taken = [at for at in self._joint.reads(op) if self._joint.value(at).is_floating]
-        data = [self._joint.data(at) for at in ((op[0], self._joint.op(op).results[0]), *taken)]
-        made, *before = [each.flatten() for each in data if each is not None]
-        if len(before) != 1:
-            return len(before) > 1
-        ordered, places = before[0].sort(stable=True)
-        found = torch.searchsorted(ordered, made).clamp(max=len(ordered) - 1)
-        is_kept = torch.equal(ordered[found], made)
-        return is_kept and not bool((places[found].diff() >= 0).all())
 
     def _list_repeated(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the first collectives of a backward pass that add values which are equal on all of their ranks."""
@@ -349,15 +298,6 @@ class Upstream:
             for sites in (self._lines.sites((rank, op.number)) for op in draws):
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("draw", sites)
-
-    def _list_entered(self, op: At) -> Iterator[Origin]:
-        """Yield the innermost call that one device does not run, if one device runs the operation's own line."""
-        sites = self._joint.sites(op)
-        known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
-        first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
-        # Without user code on the stack, the model and the layout are those of this package.
-        if first and (is_of_user(sites[first].file) or not self._lines.sites(op)):
-            yield make_origin("entered", sites[first:])
 
     def _list_lineage(self, end: At | None) -> list[At]:
         """Return the operators of the step that carried the value of a result, the last one first.
@@ -447,18 +387,6 @@ class Upstream:
             known is not None and bool(known.over) and self._joint.op(self._joint.maker(at)).meeting is None
         )
 
-    def _list_groups(self, cause: OperatorCause, lineage: Iterable[At]) -> Iterator[Origin]:
-        """Yield the collectives that reduced a wrong result, and where their groups come from."""
-        for op in dict.fromkeys([*cause.ops[:1], *lineage]):
-            meeting = self._joint.op(op).meeting
-            if meeting is not None:
-                if sites := self._lines.sites(op):
-                    yield make_origin("collective", sites)
-                    yield from self._lines.define(sites, keyword="group")
-                yield from itertools.islice(
-                    self._lines.list_calls(op[0], meeting.group.name), 1 if sites else None
-                )
-
     def _list_regrouped(self, cause: OperatorCause) -> Iterator[Origin]:
         """Yield the definitions of a wrong group, those named after its mesh axis first, or of a sender."""
         if cause.repairs[0].place[:1] == (RING,):
@@ -466,22 +394,17 @@ class Upstream:
             return
         axis, _ = cause.repairs[0].numbers[0]
         yield from self._lines.define(self._lines.sites(cause.ops[0]), keyword="group", words=axis.split(AND))
-        meeting = self._joint.op(cause.ops[0]).meeting
-        if meeting is not None:
-            yield from self._lines.list_calls(cause.ops[0][0], meeting.group.name)
 
-    def _list_definitions(self, first: At, *, is_last: bool = False) -> Iterator[Origin]:
-        """Yield the lines that define the numbers and flags of an operation; nothing for a derivative.
-
-        With `is_last`, nothing else is known: leave out lines that one device executes with the same values.
-        """
+    def _list_definitions(self, first: At) -> Iterator[Origin]:
+        """Yield the lines that define the numbers and flags of an operation; nothing for a derivative."""
         recorded = self._joint.op(first)
         if recorded.sites and (sites := self._lines.sites(first)):
-            yield from self._lines.define(
-                sites,
-                is_of_tensors=not has_numbers(recorded),
-                of_ranks=is_last and not has_numbers(recorded),
-            )
+            yield from self._lines.define(sites, is_of_tensors=not has_numbers(recorded))
+
+
+def _keep_different(definitions: Iterable[Origin]) -> Iterator[Origin]:
+    """Yield the definitions of values that one device does not have."""
+    return (each for each in definitions if each.here is not None)
 
 
 def _is_multiple(one: Known | None, two: Known | None, factor: float) -> bool:

@@ -19,7 +19,7 @@ from moeverify.explain.sites import find_line, is_of_hook, is_of_user
 from moeverify.explain.syntax import RETURNED, find_function, map_backward
 from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
-_COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
+_COLLECTIVE = frozenset({"missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
 _OF_PARALLEL = re.compile(
     r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(|\.(device_mesh|placements)\b"
@@ -66,13 +66,6 @@ class UserLines:
         """Yield the lines that compute the masks and indices of an operator, the nearest first."""
         chosen = map(self.sites, list_choosing(self._joint, op))
         yield from (make_origin("chosen", sites) for sites in chosen if sites)
-
-    def list_roots(self, op: At) -> Iterator[Origin]:
-        """Yield the line that calls the backward pass of an operator, if one device calls none there."""
-        program, theirs = self._joint.programs[op[0]], {sites[:1] for _, sites in self._one.roots}
-        sites = program.root_of(op[1]) if self._joint.op(op).phase == "backward" else ()
-        if sites and sites[:1] not in theirs and is_of_user(sites[0].file):
-            yield make_origin("root", sites)
 
     def list_aliases(self, rank: int, name: str) -> Iterator[Origin]:
         """Yield the lines of ranks alone that take the memory of a tensor before the first step, the last first."""
@@ -134,7 +127,6 @@ class UserLines:
         *,
         is_of_tensors: bool = False,
         of_conditions: bool = False,
-        of_ranks: bool = False,
         words: Collection[str] = (),
         keyword: str = "",
         has_objects: bool = False,
@@ -143,8 +135,7 @@ class UserLines:
 
         First come those with these words, then those with other values on one device, then those of ranks alone.
 
-        With `of_ranks`, yield only lines that one device does not execute, and with `keyword` only definitions of
-        this argument, if the call has it.
+        With `keyword`, yield only definitions of this argument, if the call has it.
         """
         found = self._definitions.find(
             sites,
@@ -153,11 +144,7 @@ class UserLines:
             keyword=keyword,
             has_objects=has_objects,
         )
-        yield from (
-            make_origin("definition", [site], found[site])
-            for site in self._sort(found, words)
-            if not of_ranks or self.is_parallel(site)
-        )
+        yield from (make_origin("definition", [site], found[site]) for site in self._sort(found, words))
 
     def list_members(self, sites: tuple[Site, ...], words: Collection[str]) -> Iterator[Origin]:
         """Yield the lines that decide which elements the lists have that the calls of a stack take.
@@ -212,12 +199,6 @@ class UserLines:
             return not is_named, is_equal, is_equal and not self.is_parallel(site)
 
         return sorted(sites, key=rank_of)
-
-    def list_calls(self, rank: int, group: str) -> Iterator[Origin]:
-        """Yield the lines of user code that made a process group or took it from a mesh."""
-        for sites in self._joint.programs[rank].groups.get(group, ()):
-            if is_of_user(sites[0].file):
-                yield make_origin("group", sites)
 
     @cached_property
     def of_one(self) -> set[tuple[str, int]]:

@@ -121,22 +121,15 @@ OriginKind = Literal[
     "cut",
     "value",
     "extra",
-    "factor",
     "derivative",
-    "moved",
     "part",
     "missing",
     "alone",
     "member",
-    "collective",
     "condition",
-    "group",
     "definition",
     "made",
-    "entered",
-    "callee",
     "chosen",
-    "root",
     "repeated",
     "unused",
     "draw",
@@ -151,31 +144,25 @@ OriginKind = Literal[
 - `cut`: it detaches a tensor through which one device passes a gradient;
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
-- `factor`: it computes a factor of the loss, and one device does not execute it;
 - `derivative`: it computes a gradient in user code, before the wrong one;
-- `moved`: it changes the order of elements, and one device does not run it;
 - `part`: it passes on a part of a sum, without a reduction;
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `alone`: right results of this kind do not pass it;
 - `member`: it decides which elements a list has that the missing call takes;
-- `collective`, `group`: it reduced or moved the wrong result, or took the process group for that;
 - `condition`: it decides whether the missing call runs;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `chosen`: it decides which elements of a part of a sum are not zero;
-- `root`: it calls the backward pass, and one device calls none there;
 - `repeated`: it adds values that are equal on all ranks, in the backward pass;
 - `unused`: it is a collective of the step whose result nothing uses;
 - `draw`: it draws random numbers, and one device does not;
 - `skipped`: the condition or iterable of lines that one device executes, and no rank;
-- `entered`: it calls a function that one device runs too, from a line that one device does not run;
-- `configures`: it configures the part of torch that runs the wrong operation;
-- `callee`: it is in a function that computes arguments, of which one device executes other lines.
+- `configures`: it configures the part of torch that runs the wrong operation.
 """
 
 
 _OF_ONE_SIDE = ("branch", "skipped")
-_OF_BRANCHES = ("definition", "cut", "moved", "extra", "factor", "made", "draw", "value")
+_OF_BRANCHES = ("definition", "cut", "extra", "made", "draw", "value")
 """Kinds of lines that are wrong by themselves if they are in a branch."""
 
 
@@ -241,8 +228,8 @@ def find_lone_line(origins: Sequence[Origin]) -> Origin | None:
     if origins and origins[0].kind == "unused" and any(_is_beside(origins[0], each) for each in origins[1:]):
         return origins[0]
     alone = [each for each in origins if each.may_lead or each.kind == "extra"]
-    for often in ("moved", "skipped"):  # right layouts move elements; other lines often replace some
-        alone = [each for each in alone if each.kind != often] or alone
+    # Other lines often replace some that ranks skip.
+    alone = [each for each in alone if each.kind != "skipped"] or alone
     return alone[0] if len(alone) == 1 and alone[0] is origins[0] and alone[0].may_lead else None
 
 

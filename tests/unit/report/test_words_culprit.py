@@ -175,14 +175,15 @@ def test_what_is_known_of_a_relation_is_told(
 
 def test_lines_to_look_at_are_named_with_their_callers() -> None:
     origins = (
-        {"kind": "group", "line": THERE.line, "caller": OTHER.line},
-        {"kind": "collective", "line": THERE.line, "caller": OTHER.line, "outer": (HERE.line,)},
+        {"kind": "alone", "line": THERE.line, "caller": OTHER.line},
+        {"kind": "missing", "line": THERE.line, "caller": OTHER.line, "outer": (HERE.line,)},
         {"kind": "cut", "line": HERE.line},
     )
     assert list_origins(make("place", origins=origins).origins) == [
-        "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: takes the process group of that collective",
+        "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9: "
+        "right results of this kind do not pass this line, and this one does",
         "`x + b`, one/ffn.py:7 in forward, called from mine/ffn.py:9, mine/ffn.py:12 in forward: "
-        "the wrong result passes this collective",
+        "right results of this kind pass this call, and this one does not",
         "`x * 0.9`, mine/ffn.py:12 in forward: passes no gradient, unlike the same place on one device",
     ]
 
@@ -343,12 +344,10 @@ def test_the_cause_on_a_line_of_ranks_says_where_its_value_enters() -> None:
         ((OF_RANKS, PASSED_ON), {}, False),  # ranks alone execute its whole function
         ((PASSED_ON,), {}, False),
         ((own("cut", is_branch=True),), {}, True),
-        ((own("collective", is_branch=True),), {}, False),
+        ((own("missing", is_branch=True),), {}, False),
         ((own("branch"), OF_RANKS), {}, True),
         ((own("branch"), own("skipped")), {}, True),
         ((own("skipped"), own("skipped")), {}, False),
-        ((own("branch"), own("moved", is_branch=True)), {}, True),
-        ((own("moved", is_branch=True), PASSED_ON), {}, True),
     ],
 )
 def test_the_only_line_of_ranks_before_a_place_comes_first_and_claims_no_cause(
