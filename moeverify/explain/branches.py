@@ -14,7 +14,7 @@ from moeverify.explain.align import Alignment
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.joint import At
-from moeverify.explain.left_out import LeftOut, is_without_effect, list_idle
+from moeverify.explain.left_out import LeftOut, list_idle
 from moeverify.explain.operators import is_blank
 from moeverify.explain.program import SETUP, Op, Program, Site
 from moeverify.explain.sites import find_line, is_of_user
@@ -37,8 +37,6 @@ _Function = tuple[str, int]
 
 _MOST_BRANCHES = 2
 """Maximum number of branches that are shown: among more, none stands out. Reports show three lines."""
-_OF_FUNCTIONS = ("definition", "value", "extra", "made", "member", "condition")
-"""Kinds of lines in whose functions other branches may be taken."""
 _MOST_CALLS = 3
 """Maximum number of calls around an operator whose arguments are followed."""
 _MOST_REPLACED = 32
@@ -111,24 +109,6 @@ class Branches:
         found = list(itertools.islice(self.find(cause), 2 * _MOST_BRANCHES))
         found.sort(key=lambda each: ("branch", "skipped", "parallel").index(each[0]))
         return [make_origin(kind, [site]) for kind, site in found[:_MOST_BRANCHES]]
-
-    def list_further(self, cause: OperatorCause, known: Sequence[Origin]) -> list[Origin]:
-        """Return branches in the functions of known lines, or in those that these call, or else the only ones.
-
-        They are of the step or before the first one. None stands out among more than two.
-        """
-        first = cause.ops[0]
-        blocks = [*self._list_possible(first, cause.targets[0]), *self._list_blocks(first[0], {SETUP})]
-        lines = [self._lines.place_of(each.line) for each in known if each.kind in _OF_FUNCTIONS]
-        inside = {*(find_function(*line) for line in lines), *self._lines.list_called(lines)}
-        everywhere: list[_Branch] = [each for each in blocks if not self._is_later(each, cause)]
-        everywhere += self._list_left_out(first)
-        for functions in (inside, set(map(_function_of, everywhere))):
-            found = {each: _first_line(each) for each in everywhere if _function_of(each) in functions}
-            named = [each for each in self._name(found, first[0]) if each[0] != "parallel"]
-            if 0 < len(named) <= _MOST_BRANCHES:
-                return [make_origin("sole" if kind == "branch" else kind, [site]) for kind, site in named]
-        return []
 
     def find(self, cause: OperatorCause) -> Iterator[tuple[OriginKind, Site]]:
         """Yield lines of the branches that a cause may come from, the nearest to its first operation first.
@@ -385,19 +365,7 @@ class Branches:
             elif is_new:
                 found.append((line,))
             last = function if is_new else None
-        return [
-            block
-            for block in found
-            if not (self._only_communicates(rank, steps, block) or self._ends(rank, steps, block, executed))
-        ]
-
-    def _ends(self, rank: int, steps: Collection[int], block: _Block, executed: Collection[Line]) -> bool:
-        """Return whether a block runs no operator and ends its function, and so has no effect."""
-        function = find_function(*block[0])
-        is_last = all(
-            line in block for line in executed if line >= block[0] and find_function(*line) == function
-        )
-        return is_last and not self._list_ops(rank, steps, block) and is_without_effect(block)
+        return [block for block in found if not self._only_communicates(rank, steps, block)]
 
     @cached_property
     def _ops_of(self) -> list[dict[Line, list[Op]]]:

@@ -284,7 +284,10 @@ class Definitions:
                 key, line = (each.value, each.scope.function), first_line(each.value)
                 is_plain_value = isinstance(each.value, plain) or self._is_number(each)
                 is_right = not is_plain_value and self._passes(each.scope.file.path, line)
-                if is_right or (each.is_member and values is None):
+                is_none = (
+                    isinstance(each.value, ast.Constant) and each.value.value is None
+                )  # defines no number
+                if is_right or is_none or (each.is_member and values is None):
                     continue
                 is_equal = values is not None and each.name is not None and values.is_equal(each.name)
                 if user is not None:
@@ -306,10 +309,10 @@ class Definitions:
         return found
 
     def _is_number(self, each: _Definition) -> bool:
-        """Return whether a name with a number is passed, also in a call that makes tensors."""
+        """Return whether a number is passed or returned, also on a line that makes tensors."""
         if self._values is None or each.name is None:
             return False
-        return isinstance(each.value, _NAMES) and self._values.is_number(each.name)
+        return self._values.is_number(each.name)
 
     def _is_object(self, definition: _Definition) -> bool:
         """Return whether a definition makes a module or another object of the user's classes."""

@@ -54,27 +54,6 @@ def list_idle(executed: Collection[tuple[str, int]]) -> set[tuple[str, int]]:
     return idle
 
 
-def is_without_effect(lines: Collection[tuple[str, int]]) -> bool:
-    """Return whether statements at (file, line) only set names of their function, decide, or return nothing."""
-    return all(_has_no_effect(node) for file, line in lines for node in _map_statements(file).get(line, ()))
-
-
-def _has_no_effect(node: ast.stmt) -> bool:
-    if isinstance(node, ast.Assign):
-        return all(isinstance(each, ast.Name) for each in node.targets)
-    return isinstance(node, ast.If | ast.Pass) or (isinstance(node, ast.Return) and node.value is None)
-
-
-@lru_cache(maxsize=64)
-def _map_statements(path: str) -> dict[int, list[ast.stmt]]:
-    """Return the statements that begin at each line."""
-    found: dict[int, list[ast.stmt]] = {}
-    for node in ast.walk(parse_file(path)):
-        if isinstance(node, ast.stmt):
-            found.setdefault(node.lineno, []).append(node)
-    return found
-
-
 @lru_cache(maxsize=64)
 def _list_conditions(path: str) -> list[tuple[range, tuple[int, ...]]]:
     """Return the lines of each condition, and those of its arms, inner conditions first."""

@@ -128,8 +128,10 @@ class Origins:
         if part is not None:
             return part
         for at, own in reversed(path):
+            carried = self._alignment.find(at)
+            is_part = bool(known.over) or (carried is not None and bool(carried.over))
             for scale in _list_factors(own, known.scale):
-                values = self._alignment.siblings(at) if known.over else [at]
+                values = self._alignment.siblings(at) if is_part else [at]  # the parts are scaled together
                 data = {
                     each: made / scale for each in values if (made := self._alignment.data(each)) is not None
                 }

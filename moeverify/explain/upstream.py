@@ -101,9 +101,6 @@ class Upstream:
         )
         branches = self._branches.list_nearest(cause)
         found = self._choose(named, *(() if cause.sums else sources), branches=branches)
-        if not any(each.may_lead or (each.here and each.there) for each in found):
-            further = self._branches.list_further(cause, found)
-            found = self._choose(named, found, branches=further) if further else found
         return found or self._choose(named, *self._list_fallbacks(cause, defines=defines))
 
     def _list_fallbacks(self, cause: OperatorCause, *, defines: bool) -> tuple[Iterable[Origin], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.definitions import Definitions
@@ -162,10 +162,6 @@ class UserLines:
         """Yield the conditions under which calls of a stack run, then those of the elements of their lists."""
         yield from self.list_conditions(sites)
         yield from self.list_members(sites, ())
-
-    def list_called(self, lines: Iterable[tuple[str, int]]) -> set[tuple[str, int]]:
-        """Return (file, first line of the body) of functions that compute arguments of the calls at these lines."""
-        return set().union(*(self._definitions.list_called(*line) for line in lines))
 
     def calls_parallel(self, line: tuple[str, int]) -> bool:
         """Return whether a line makes a call of parallel code, or calls functions that ranks alone execute."""

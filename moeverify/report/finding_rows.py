@@ -9,7 +9,7 @@ from moeverify.report.words.cause import (
     describe_where,
     leads_with_culprit,
 )
-from moeverify.report.words.culprit import list_culprit, list_source
+from moeverify.report.words.culprit import list_culprit, list_source, name_operation
 from moeverify.report.words.origin import describe_lone_line, list_origins
 from moeverify.report.words.run import describe_follow_up
 from moeverify.results.checks import CheckName
@@ -52,6 +52,9 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
         facts += list_culprit(culprit)
     elif cause := describe_cause(finding):
         facts.append(("cause", cause))
+    scaling = finding.culprit if culprit is None and finding.culprit and finding.culprit.multiplies else None
+    if scaling is not None:
+        facts.append(("seen in", name_operation(scaling.here)))
     origins = (*(finding.culprit.origins if finding.culprit is not None else ()), *finding.origins)
     if culprit is not None:
         origins = tuple(each for each in origins if each is not culprit.lone_line)
@@ -61,8 +64,8 @@ def describe_finding(finding: Finding) -> list[tuple[str, str]]:
     facts.extend(("look at", line) for line in list_origins(origins))
     if where := describe_where(finding):
         facts.append(("where", where))
-    if culprit is not None:
-        facts.extend(("source", line) for line in list_source(culprit))
+    if shown := culprit or scaling:
+        facts.extend(("source", line) for line in list_source(shown))
     facts.extend(("evidence", line) for line in describe_evidence(finding))
     if finding.follow_up is not None:
         facts.append(("follow-up", describe_follow_up(finding.follow_up)))

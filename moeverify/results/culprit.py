@@ -117,7 +117,6 @@ class SourceValue(Record):
 OriginKind = Literal[
     "branch",
     "parallel",
-    "sole",
     "cut",
     "value",
     "extra",
@@ -140,7 +139,6 @@ OriginKind = Literal[
 
 - `branch`: one device executes other lines of its function;
 - `parallel`: so does it, and the line runs a collective or calls a function that one device does not execute;
-- `sole`: so does it, no value is known to lead from it to the wrong one, and at most two lines are like this;
 - `cut`: it detaches a tensor through which one device passes a gradient;
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
@@ -307,6 +305,12 @@ class Culprit(Record):
         """Return whether one device executes the line of `here` too, so that the line is right."""
         own, other = (None if each is None else each.line for each in (self.here, self.there))
         return own is not None and other is not None and (own.file, own.line) == (other.file, other.line)
+
+    @property
+    def multiplies(self) -> bool:
+        """Return whether a line multiplies or divides by the factor of a scaled result."""
+        operator = self.here.operator.rstrip("_")
+        return self.mechanism == "scale" and operator in ("mul", "div") and self.here.line is not None
 
     @property
     def own_line(self) -> Origin | None:

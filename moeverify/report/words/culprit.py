@@ -29,7 +29,7 @@ _LINES = "lines"
 
 def list_culprit(culprit: Culprit) -> list[Row]:
     """Return the cause as labelled rows: the operation, both sides, how values came there, and the proof."""
-    operation = f"{_name_operation(culprit.here)}, {format_ranks(culprit.ranks)}"
+    operation = f"{name_operation(culprit.here)}, {format_ranks(culprit.ranks)}"
     rows = _DIFFERENCES[culprit.mechanism](culprit)
     between = [(_LINES, ", ".join(lines))] if (lines := _list_between(culprit)) else []
     if culprit.lone_line is not None:
@@ -60,7 +60,7 @@ def _describe_first(culprit: Culprit, operation: str) -> str:
         return f"wrong block of a parameter: made by {operation}"
     if culprit.mechanism == "group" and culprit.made is not None:
         return (
-            f"wrong process group: made by {_name_operation(culprit.made)}{_name_first_caller(culprit.made)}"
+            f"wrong process group: made by {name_operation(culprit.made)}{_name_first_caller(culprit.made)}"
         )
     if culprit.names_cause or culprit.is_measured or not culprit.proved:
         return f"first wrong operation: {operation}; {about}"
@@ -179,7 +179,7 @@ def _show_lines(title: str, line: CodeLine) -> list[str]:
     ]
 
 
-def _name_operation(operation: Operation) -> str:
+def name_operation(operation: Operation) -> str:
     """Return expression, operator and line of an operation; without a line its operator and module."""
     if operation.operator == "unseen" and operation.line is not None:
         return f"a write that no recorded operator made, seen at {name_line(operation.line)}"
@@ -210,7 +210,7 @@ def _name_source(source: SourceValue | None) -> str:
         name = f"{source.label}{by}"
     elif source.operation is not None:
         name = (
-            f"the {'' if source.operation.is_derivative else 'result of '}{_name_operation(source.operation)}"
+            f"the {'' if source.operation.is_derivative else 'result of '}{name_operation(source.operation)}"
         )
         if source.operation.module:
             name += f", module {source.operation.module}"
@@ -243,7 +243,7 @@ def _at_there(culprit: Culprit) -> str:
 
 
 def _describe_counterpart(culprit: Culprit) -> list[Row]:
-    return [(_THERE, _name_operation(culprit.there))] if culprit.there is not None else []
+    return [(_THERE, name_operation(culprit.there))] if culprit.there is not None else []
 
 
 def _describe_place(culprit: Culprit) -> list[Row]:
@@ -262,7 +262,7 @@ def _describe_operand(culprit: Culprit) -> list[Row]:
     made = culprit.made
     is_named = culprit.taken is not None and culprit.taken.operation == made
     if made is not None and made.line is not None and made.line != culprit.here.line and not is_named:
-        mine += f"; made by {_name_operation(made)}{_name_first_caller(made)}"
+        mine += f"; made by {name_operation(made)}{_name_first_caller(made)}"
     right = _name_source(culprit.right)
     right += at if (at := _at_there(culprit)) not in right else ""
     rows = [(_HERE, mine), *_list_path(culprit.moves), (_THERE, f"{which} {right}")]
@@ -274,7 +274,7 @@ def _describe_operand(culprit: Culprit) -> list[Row]:
 
 
 def _list_path(moves: tuple[Operation, ...]) -> list[Row]:
-    return [(_VIA, ", then ".join(map(_name_operation, moves)))] if moves else []
+    return [(_VIA, ", then ".join(map(name_operation, moves)))] if moves else []
 
 
 def _describe_total(culprit: Culprit) -> list[Row]:
@@ -315,7 +315,7 @@ def _describe_group(culprit: Culprit) -> list[Row]:
         return [(_HERE, f"received from {mine} in {ring}; right is the message from {right}")]
     if culprit.made is None:
         return [(_HERE, f"over {mine}; its result is right over {right}")]
-    used = f"over {mine}, first used in {_name_operation(culprit.here)}"
+    used = f"over {mine}, first used in {name_operation(culprit.here)}"
     return [(_HERE, f"{used}; all results of the group are right over {right}")]
 
 
@@ -397,7 +397,7 @@ def _describe_moved(culprit: Culprit) -> list[Row]:
     if all(name.startswith(_NUMBERS) for name in culprit.results):
         return [(_CAUSE, f"{names} is {source}")]
     if culprit.moves_there:
-        later = ", then ".join(map(_name_operation, culprit.moves_there))
+        later = ", then ".join(map(name_operation, culprit.moves_there))
         if culprit.moves_there[0].operator.strip("_") == "add":
             return [(_CAUSE, f"{names} is only {source}"), (_THERE, f"adds another part to it: {later}")]
         return [(_CAUSE, f"{names} is {source}"), (_THERE, f"followed by {later}")]
@@ -413,17 +413,17 @@ def _describe_shared(culprit: Culprit) -> list[Row]:
 
 def _describe_race(culprit: Culprit) -> list[Row]:
     other = culprit.there
-    name = _name_operation(other) if other is not None else "a collective"
+    name = name_operation(other) if other is not None else "a collective"
     return [(_HERE, f"{name} may still use this memory: nothing has waited for it")]
 
 
 def _describe_overwritten(culprit: Culprit) -> list[Row]:
-    needed = _name_operation(culprit.there) if culprit.there is not None else "an operation"
+    needed = name_operation(culprit.there) if culprit.there is not None else "an operation"
     return [(_HERE, f"the backward pass of {needed} takes the values that are written here")]
 
 
 def _describe_written(culprit: Culprit) -> list[Row]:
-    usual = _name_operation(culprit.made) if culprit.made is not None else "another operation"
+    usual = name_operation(culprit.made) if culprit.made is not None else "another operation"
     return [(_HERE, f"nothing wrote these values later. {usual} wrote most of the tensors that are right")]
 
 

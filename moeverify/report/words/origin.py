@@ -13,7 +13,6 @@ LONGEST = 100
 # Relation of a line to the wrong result that may come from it.
 _ORIGINS: Mapping[OriginKind, str] = {
     "branch": "one device does not execute it, and executes other lines of this function",
-    "sole": "one device executes other lines of this function, and hardly any other line differs so",
     "parallel": "one device executes other lines of this function, and runs no such collective or called function",
     "cut": "passes no gradient, unlike the same place on one device",
     "value": "its inputs match, and its values differ from those of one device",

@@ -100,19 +100,6 @@ def test_a_number_before_an_operator_of_this_package_is_found(monkeypatch: pytes
     assert explainer.joint.op(cause.ops[0]).short == "mul"
 
 
-def test_a_branch_in_a_function_that_computes_an_argument_is_named_where_nothing_else_is() -> None:
-    def order(parts: list[Tensor], on_ranks: int) -> list[Tensor]:
-        if on_ranks:
-            return parts[::-1]
-        return parts
-
-    def run(x: Tensor, on_ranks: int) -> Tensor:
-        parts = [x.sin(), x.exp()]
-        return torch.cat([part.tanh() for part in order(parts, on_ranks)])
-
-    assert ("sole", "return parts[::-1]") in list_leads(run)
-
-
 def test_a_line_that_is_right_for_another_caller_is_not_named_but_its_call() -> None:
     def double(x: Tensor) -> Tensor:
         return torch.cat([x, x])

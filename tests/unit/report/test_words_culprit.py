@@ -408,11 +408,6 @@ def test_a_definition_of_none_defines_no_number(here: str, is_named: bool) -> No
     assert (culprit.own_line is not None) is is_named
 
 
-@pytest.mark.parametrize(("mechanism", "is_proved"), [("place", False), ("unreduced", True)])
-def test_a_line_that_nothing_leads_from_is_no_headline(mechanism: Mechanism, is_proved: bool) -> None:
-    assert make(mechanism, proved=is_proved, origins=(own("sole"),)).lone_line is None
-
-
 def test_a_wrong_group_is_named_by_the_call_that_makes_it() -> None:
     made = OTHER.model_copy(update={"callers": HERE.callers})
     culprit = make("group", numbers=(("dp", "dp and cp"),), axes=("dp", "cp"), made=made)
