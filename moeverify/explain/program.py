@@ -264,7 +264,8 @@ class Program(Executed):
     - `ends`: the tensors at the ends of modules.
     - `races`: uses of memory that a collective might still be using.
     - `shares`: (rows, positions) of the batch, for each micro-batch.
-    - `cuts`: (next operator, value, lines of the call) of each `detach` of a tensor with a gradient.
+    - `cuts`: (next operator, value, lines of the call) of each tensor with a gradient that a `detach` or a
+      collective takes, whose result passes none.
     - `groups`: the calls that took each process group from a mesh or made it, by the group's name.
     - `optimizers`: the calls that gave parameters to an optimizer.
     - `starts`: the number of operators before each (file, line) ran for the first time, by step.
@@ -287,6 +288,10 @@ class Program(Executed):
         """Note that a (file, line) is executed for the first time in a step, before the next operator."""
         self.lines[step].add(line)
         self.starts.setdefault(step, {})[line] = len(self.ops)
+
+    def note_cuts(self, values: Iterable[int], sites: tuple[Site, ...]) -> None:
+        """Note values with a gradient that the next operator takes, whose result passes none."""
+        self.cuts += [(len(self.ops), value, sites) for value in values]
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:
         """Return the lines of an operator, or for a derivative the lines of its forward operator."""

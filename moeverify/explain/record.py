@@ -176,9 +176,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         is_fake = any(issubclass(each, FakeTensor) for each in types)
         if is_fake or not (self._is_open and isinstance(func, OpOverload)):
             return func(*args, **named)
-        is_cut = func is torch.ops.aten.detach.default and args[0].requires_grad and is_direct()
-        if is_cut:
-            self.program.cuts.append((len(self.program.ops), self._find(local_part(args[0])), find_sites(2)))
+        if func is torch.ops.aten.detach.default and args[0].requires_grad and is_direct():
+            self.program.note_cuts([self._find(local_part(args[0]))], find_sites(2))
         if any(map(has_operators, types)):
             return NotImplemented
         read = _READERS.get(func.namespace)
@@ -268,6 +267,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for tensor in call.outputs:
             if not any(tensor is each for each in call.inputs):
                 self._check_race(tensor, "write")
+        if torch.is_grad_enabled():  # autograd does not see a collective
+            cut = [each for each in call.inputs if not any(each is other for other in call.outputs)]
+            self.program.note_cuts([self._find(each) for each in cut if each.requires_grad], find_sites(2))
         shapes = [tuple(tensor.shape) for tensor in call.outputs]
         op = self._begin(f"collective.{call.kind}", (taken,), dict(call.options), ())
         key = (call.group.name, call.kind in ("send", "recv"), call.source, call.target)
@@ -309,9 +311,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         self._memory(tensor).uses.append(Use(op.number, writes, work, direct, place, size))
 
     def _note_wait(self, work: Any) -> None:
-        for pending in list(self._pending):
-            if pending.work is work:
-                self._complete(pending)
+        for pending in [each for each in self._pending if each.work is work]:
+            self._complete(pending)
         for memory in self._memories.values():
             memory.uses = [use for use in memory.uses if use.work is not work]
 

@@ -332,7 +332,7 @@ class Upstream:
         return set() if known is None or known.ids is None else set(self._one.roots(known.ids))
 
     def _list_cuts(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield calls of `detach` through which one device passes a gradient, for a wrong gradient."""
+        """Yield calls of `detach` and collectives whose result passes no gradient, for a wrong gradient."""
         target, rank = cause.targets[0], cause.ops[0][0]
         program = self._joint.programs[rank]
         if self._joint.op(cause.ops[0]).phase != "backward" and target.mark[1] != "gradient":

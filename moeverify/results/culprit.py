@@ -139,7 +139,7 @@ OriginKind = Literal[
 
 - `branch`: one device executes other lines of its function;
 - `parallel`: so does it, and the line runs a collective or calls a function that one device does not execute;
-- `cut`: it detaches a tensor through which one device passes a gradient;
+- `cut`: its result passes no gradient, such as that of `detach`, where one device passes one;
 - `value`: its inputs match, and its integers, masks or numbers differ;
 - `extra`: one device does not run it, and its result enters the wrong one;
 - `derivative`: it computes a gradient in user code, before the wrong one;

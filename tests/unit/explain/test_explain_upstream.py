@@ -94,6 +94,21 @@ def test_a_sharded_weight_that_is_detached_cuts_its_gradient() -> None:
     assert [read_expression(sites[0]) for _, _, sites in recorder.program.cuts] == ["weight.detach()"]
 
 
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_collective_cuts_the_gradient_of_what_it_takes(*, has_gradient: bool) -> None:
+    recorder = Recorder()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        x = make(4, 4).requires_grad_(has_gradient)
+        with recorder.recording():
+            dist.all_gather([torch.empty(4, 4, dtype=x.dtype)], x)
+            with torch.no_grad():
+                dist.all_gather([torch.empty(4, 4, dtype=x.dtype)], x)
+    finally:
+        dist.destroy_process_group()
+    assert len(recorder.program.cuts) == has_gradient
+
+
 def test_a_number_that_one_device_does_not_have_is_named_with_its_definition() -> None:
     def run(x: Tensor, size: int) -> Tensor:
         share = 3 / size
