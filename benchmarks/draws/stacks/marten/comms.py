@@ -22,6 +22,7 @@ def total(x: Tensor, crew: Crew, op=dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
+@torch.no_grad()
 def collect(x: Tensor, crew: Crew) -> Tensor:
     if crew.size == 1:
         return x

@@ -13,7 +13,7 @@ class Settings(NamedTuple):
     kv_heads: int = 2
     head_width: int = 8
     mlp_width: int = 32
-    blocks: str = "dmm"  # d: dense MLP, m: mixture of experts
+    blocks: str = "dm"  # d: dense MLP, m: mixture of experts
     experts: int = 8
     active: int = 2
     expert_width: int = 12
