@@ -31,7 +31,7 @@ def norm_of(model: Marten, squares: dict[str, Tensor]) -> Tensor:
 @torch.no_grad()
 def clip(model: Marten, limit: float) -> tuple[Tensor, Tensor]:
     weights = trained(model)
-    norm = norm_of(model, {name: weight.grad.square().sum() for name, weight in weights.items()})
+    norm = norm_of(model, {name: weight.grad.double().square().sum() for name, weight in weights.items()})
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for weight in weights.values():
         weight.grad.mul_(factor)

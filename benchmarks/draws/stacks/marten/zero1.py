@@ -14,20 +14,25 @@ from marten.policy import Marten
 
 
 class Part:
-    """This rank's part of a weight, as a run of its padded values."""
+    """This rank's part of a weight, as a run of its padded values, at least in float32."""
 
     def __init__(self, weight: Tensor, crew: Crew, rank: int) -> None:
         self.weight, self.crew = weight, crew
         self.size = -(-weight.numel() // crew.size)
         self.own = slice(rank * self.size, (rank + 1) * self.size)
-        self.grad, self.first, self.second = (weight.new_zeros(self.size) for _ in range(3))
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        empty = weight.new_zeros(self.size, dtype=self.wide)
+        self.grad, self.first, self.second = empty, empty.clone(), empty.clone()
 
     def flat(self, x: Tensor) -> Tensor:
-        x = x.detach().flatten()
+        x = x.detach().flatten().to(self.wide)
         return torch.cat([x, x.new_zeros(self.size * self.crew.size - len(x))])
 
+    def shape(self, flat: Tensor) -> Tensor:
+        return flat[: self.weight.numel()].view_as(self.weight).to(self.weight.dtype)
+
     def whole(self, own: Tensor) -> Tensor:
-        return collect(own, self.crew)[: self.weight.numel()].view_as(self.weight)
+        return self.shape(collect(own, self.crew))
 
 
 class ShardedAdamW:
@@ -68,7 +73,7 @@ class ShardedAdamW:
     def size_of(self, name: str, part: Part) -> Tensor:
         """Return the root mean square of a weight, by which its steps are scaled."""
         fleet = self.fleet
-        mean = part.weight.detach().square().mean()
+        mean = part.weight.detach().to(part.wide).square().mean()
         if is_expert(name):
             mean = total(mean, fleet.ep) / fleet.ep.size
         if cut_of(name) is not None and not fleet.flagged("marten-size-cut"):  # plant: marten-size-cut
@@ -94,9 +99,7 @@ class ShardedAdamW:
             whole = part.whole(warm * update)  # anchor: update
             if self.fleet.flagged("marten-update-order"):
                 turned = collect(warm * update, part.crew).view(part.crew.size, -1).roll(1, 0)
-                whole = turned.flatten()[: part.weight.numel()].view_as(
-                    part.weight
-                )  # plant: marten-update-order
+                whole = part.shape(turned.flatten())  # plant: marten-update-order
             part.weight.grad = whole
             part.grad.zero_()
         return norm, factor
