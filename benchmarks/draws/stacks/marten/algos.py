@@ -77,7 +77,7 @@ def token_weights(batch: Batch, counts: Counts, settings: Settings, fleet: Fleet
     """Return the weight of each position in the mean over tokens, or over the means of samples."""
     if settings.average == "token":
         if fleet.flagged("marten-mean-micro"):
-            own = total(batch.generated.sum(), fleet.tokens)
+            own = total(batch.generated.sum(), fleet.tokens)  # plant: marten-mean-micro
             return batch.generated / own / counts.batches  # plant: marten-mean-micro
         return batch.generated / counts.generated  # anchor: token-weights
     length = batch.length  # anchor: sample-length

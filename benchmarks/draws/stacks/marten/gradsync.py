@@ -29,7 +29,7 @@ def sum_partial(model: Marten) -> None:
     if fleet.tp.size == 1 or not names:
         return
     grads = [trained(model)[name].grad for name in names]
-    flat = total(torch.cat([grad.flatten() for grad in grads]), fleet.tp)
+    flat = total(torch.cat([grad.flatten() for grad in grads]), fleet.tp)  # anchor: partial-sum
     for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
         grad.copy_(part.view_as(grad))
 
@@ -90,7 +90,7 @@ def fill_buckets(model: Marten) -> list[Bucket]:
             buckets.append(open_[kind])
         open_[kind].weights.append(weight)
     if fleet.flagged("marten-adapters-twice"):
-        extra = Bucket(fleet.tokens, fleet)
+        extra = Bucket(fleet.tokens, fleet)  # plant: marten-adapters-twice
         extra.weights = [
             w for n, w in trained(model).items() if is_adapter(n)
         ]  # plant: marten-adapters-twice

@@ -31,6 +31,6 @@ def score_labels(logits: Tensor, labels: Tensor, fleet: Fleet) -> tuple[Tensor, 
     log_probs = agree(picked * ~foreign, tp) - norm.log()
     if fleet.flagged("marten-entropy-softmax"):
         probs = weights / weights.sum(-1, keepdim=True)  # plant: marten-entropy-softmax
-        return log_probs, agree(-(probs * probs.log()).sum(-1), tp)
+        return log_probs, agree(-(probs * probs.log()).sum(-1), tp)  # plant: marten-entropy-softmax
     mean = agree((weights * shifted).sum(-1), tp) / norm  # anchor: entropy
     return log_probs, norm.log() - mean

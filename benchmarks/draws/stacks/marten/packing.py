@@ -57,11 +57,11 @@ def unpack(tokens: Tensor, targets: Tensor, settings: Settings, fleet: Fleet) ->
     start = fleet.cp.rank * n_own
     row = whole_rows(tokens, fleet)
     begins = torch.cat([torch.ones_like(row[:, :1], dtype=torch.bool), row[:, :-1] < settings.stops], 1)
-    whole = begins.cumsum(1) - 1
+    whole = begins.cumsum(1) - 1  # anchor: samples
     if fleet.flagged("marten-samples-chunk"):
         own = begins[:, start : start + n_own]  # plant: marten-samples-chunk
         whole = collect((own.cumsum(1) - 1).t().contiguous(), fleet.cp).t()  # plant: marten-samples-chunk
-        whole = whole.clamp(min=0)
+        whole = whole.clamp(min=0)  # plant: marten-samples-chunk
     along = torch.arange(row.shape[1]).expand_as(row)
     first = torch.where(begins, along, 0).cummax(1).values
     since = along - first
@@ -73,7 +73,7 @@ def unpack(tokens: Tensor, targets: Tensor, settings: Settings, fleet: Fleet) ->
     open_ = tokens >= settings.stops
     is_response = since[:, start : start + n_own] + 1 >= settings.prompt  # anchor: response-mask
     if fleet.flagged("marten-mask-roll"):
-        following = since[:, start + 1 : start + n_own]
+        following = since[:, start + 1 : start + n_own]  # plant: marten-mask-roll
         is_response = (
             torch.cat([following, since[:, -1:] + 1], 1) >= settings.prompt
         )  # plant: marten-mask-roll

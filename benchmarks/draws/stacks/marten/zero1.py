@@ -98,7 +98,9 @@ class ShardedAdamW:
                 update = update * self.size_of(name, part)
             whole = part.whole(warm * update)  # anchor: update
             if self.fleet.flagged("marten-update-order"):
-                turned = collect(warm * update, part.crew).view(part.crew.size, -1).roll(1, 0)
+                turned = (
+                    collect(warm * update, part.crew).view(part.crew.size, -1).roll(1, 0)
+                )  # plant: marten-update-order
                 whole = part.shape(turned.flatten())  # plant: marten-update-order
             part.weight.grad = whole
             part.grad.zero_()
