@@ -33,12 +33,13 @@ from moeverify.explain.describe import (
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
+from moeverify.explain.missing_sums import list_reduced
 from moeverify.explain.peers import RING
 from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
 from moeverify.explain.relation import find_shared
 from moeverify.explain.same_line import find_alike, name_number
-from moeverify.explain.suspects import Target, find_targets
+from moeverify.explain.suspects import Target, find_targets, list_reached
 from moeverify.explain.upstream import Upstream
 from moeverify.explain.wrong_groups import EVERYWHERE
 from moeverify.results.culprit import Culprit, Operation, SourceValue
@@ -136,6 +137,10 @@ class Culprits:
         """Return the modules that compute parts of sums, which a collective then adds up to right values."""
         return list_reduced_modules(self._alignment)
 
+    def list_reached(self, step: int) -> frozenset[str]:
+        """Return the parameters of which the backward pass of a step computes a gradient that is not zero."""
+        return list_reached(self._joint, step)
+
     def _list_absent(self, name: str) -> tuple[tuple[int, int, int], ...]:
         """Return (dim, first, stop) of the runs of a tensor's indices that no rank has before the first step."""
         regions = [
@@ -191,6 +196,9 @@ class Culprits:
         if is_known:
             return culprit.model_copy(update=self._describe_known(cause))
         update = self._find_doubtful(first) if edit is None else self._describe(first, edit)
+        if mechanism == "total" and not here.module:  # such as the norm of gradients
+            own = [op for op in cause.ops if op[0] == first[0]]
+            update["results"] = tuple(dict.fromkeys(list_reduced(self._joint, own)))
         return culprit.model_copy(update=update)
 
     def _find_group(self, op: At) -> Operation | None:
@@ -334,7 +342,7 @@ class Culprits:
             return self._describe_unscaled(first, *next(iter(edit.changes.values.items())))
         if edit.kind in ("removed", "dtype"):
             narrow = "".join(here for here, _ in edit.numbers)
-            over = () if op.meeting is None else (name_ranks(self._groups, op.meeting.group.ranks),)
+            over = self._name_sum(first)
             stale = None if narrow else self._find_stale(first, edit)
             return {"rounds_to": narrow, "taken": stale, "axes": over}
         if edit.kind in ("group", "unreduced", "number", "created", "block", "owned"):
@@ -367,6 +375,14 @@ class Culprits:
                 else:
                     found |= self._describe_operand(first, taken, pair.theirs, edit.changes.values[taken])
         return found
+
+    def _name_sum(self, op: At) -> tuple[str, ...]:
+        """Return the name of the ranks over which an operator reduces, or over which a copied result was reduced."""
+        joint = self._joint
+        copied = joint.own_reads(op) if joint.op(op).short == "copy_" else ()
+        makers = [op, *(joint.maker(skip_moves(joint, at)) for at in copied)]
+        met = [meeting for each in makers if (meeting := joint.op(each).meeting) is not None]
+        return tuple(name_ranks(self._groups, each.group.ranks) for each in met[:1])
 
     def _describe_unscaled(self, first: At, taken: At, right: Tensor) -> dict[str, Any]:
         """Return fields of a scaled operand: the operator that scales it, or the operand if right results need it."""

@@ -80,6 +80,28 @@ def list_missing_sums(alignment: Alignment, groups: Groups, edit: Edit, state: E
                 yield each
 
 
+def list_reduced(joint: Joint, ops: Sequence[At]) -> Iterator[str]:
+    """Yield the names of gradients whose elements the operators of a rank reduce.
+
+    A gradient may be shown after elementwise changes, such as the clip by the norm of all.
+    """
+    rank, marks = ops[0][0], joint.programs[ops[0][0]].marks
+    shown = {(rank, each.value): mark for mark in marks if mark[1] == Kind.GRADIENT for each in marks[mark]}
+    for op in ops:
+        before = walk_back(joint, [op], joint.own_reads, _MOST_REDUCED)
+        front = dict.fromkeys(at for each in before for at in joint.own_reads(each))
+        for _ in range(_MOST_REDUCED):
+            named = next((shown[at] for at in front if at in shown), None)
+            if named is not None:
+                yield "/".join(named[1:])
+                break
+            users = [(at, user) for at in front for user in joint.users.get(at, ())]
+            made = ((at, each) for at, user in users for each in joint.results(user))
+            front = dict.fromkeys(
+                each for at, each in made if joint.value(each).shape == joint.value(at).shape
+            )
+
+
 def _list_completed(
     alignment: Alignment, groups: Groups, at: At, right: Tensor, state: Execution
 ) -> Iterator[Edit]:
@@ -111,30 +133,8 @@ def list_unreduced_terms(
         totals = {at: total for at in open_ if (total := _add_up(alignment, one, at, parts)) is not None}
         if totals:
             ops = tuple(dict.fromkeys(map(joint.maker, totals)))
-            names = tuple(_list_shown(joint, [op for op in ops if op[0] == ops[0][0]]))
+            names = tuple(list_reduced(joint, [op for op in ops if op[0] == ops[0][0]]))
             yield Edit("unreduced", ops, Changes(values=totals), place=names, numbers=(("sum", axis),))
-
-
-def _list_shown(joint: Joint, ops: Sequence[At]) -> Iterator[str]:
-    """Yield the names of gradients whose elements the operators of a rank reduce.
-
-    A gradient may be shown after elementwise changes, such as the clip by the norm of all.
-    """
-    rank, marks = ops[0][0], joint.programs[ops[0][0]].marks
-    shown = {(rank, each.value): mark for mark in marks if mark[1] == Kind.GRADIENT for each in marks[mark]}
-    for op in ops:
-        before = walk_back(joint, [op], joint.own_reads, _MOST_REDUCED)
-        front = dict.fromkeys(at for each in before for at in joint.own_reads(each))
-        for _ in range(_MOST_REDUCED):
-            named = next((shown[at] for at in front if at in shown), None)
-            if named is not None:
-                yield "/".join(named[1:])
-                break
-            users = [(at, user) for at in front for user in joint.users.get(at, ())]
-            made = ((at, each) for at, user in users for each in joint.results(user))
-            front = dict.fromkeys(
-                each for at, each in made if joint.value(each).shape == joint.value(at).shape
-            )
 
 
 def _reaches_end(joint: Joint, at: At, inside: Collection[At]) -> bool:

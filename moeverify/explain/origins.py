@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
-from moeverify.explain.chains import list_chain, multiplies, skip_moves, walk_back
+from moeverify.explain.chains import is_passing, list_chain, multiplies, skip_moves, walk_back
 from moeverify.explain.compare import is_right
 from moeverify.explain.counterparts import OneDevice, key_line, pair_tensors
 from moeverify.explain.describe import describe_at, describe_op, is_alike, join_last, list_numbers
@@ -230,6 +230,13 @@ class Origins:
                 for at in reads
                 for scale in _list_factors(factor, factor)
                 if self._is_multiple(at, scale)
+            ]
+        if not scaled and is_passing(self._joint, maker):
+            # Elements of a value that is joined from several ones and padded, such as a bucket.
+            scaled = [
+                (at, factor)
+                for at in reads
+                if self._alignment.find(at) is None and self._joint.value(at).is_floating
             ]
         return scaled[0] if len(scaled) == 1 else None
 

@@ -135,3 +135,23 @@ def order_of(target: Target) -> int:
     if kind in _AFTER_STEP:
         return len(_LATER_KINDS) + 1
     return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0
+
+
+def list_reached(joint: Joint, step: int) -> frozenset[str]:
+    """Return the parameters of which the backward pass of a step computes a gradient that is not zero.
+
+    The derivative of an operator of two inputs has a gradient for each, so that none of its shape may be zero.
+    """
+    found: set[str] = set()
+    for program in joint.programs:
+        reached: dict[tuple[int, str], bool] = {}
+        for op in program.ops:
+            if (op.phase, op.step) != ("backward", step) or op.origin < 0:
+                continue
+            taken = [program.base(number) for number in program.ops[op.origin].reads()]
+            for value in (program.values[number] for number in op.results):
+                is_some = value.data is not None and bool(value.data.any())
+                for key in ((op.origin, each.label) for each in taken if each.shape == value.shape):
+                    reached[key] = reached.get(key, True) and is_some
+        found.update(name for (_, name), is_some in reached.items() if name and is_some)
+    return frozenset(found)

@@ -89,6 +89,7 @@ class Upstream:
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),
+            self._list_overwritten(cause),
             self._list_unused(cause),
             self._spectrum.list_alone(cause) if cause.known else (),
             scaling if cause.known == "scale" else (),
@@ -223,7 +224,7 @@ class Upstream:
                     waiting += joint.results(user)
 
     def _list_repeated(self, cause: OperatorCause) -> Iterator[Origin]:
-        """Yield the first collectives of a backward pass that add values which are equal on all of their ranks."""
+        """Yield the first collectives whose result is a wrong multiple, since their ranks have equal values."""
         target, rank = cause.targets[0], cause.ops[0][0]
         end = target.values.get(rank)
         if end is None or target.mark[1] == "loss":
@@ -231,7 +232,7 @@ class Upstream:
         ops = [op for op in self._joint.list_before([end]) if op[0] == rank]
         for op in sorted(ops, key=self._joint.place):
             recorded = self._joint.op(op)
-            if recorded.meeting is None or recorded.phase != "backward" or recorded.step != target.mark[0]:
+            if recorded.meeting is None or recorded.step != target.mark[0]:
                 continue
             taken = [self._alignment.find(at) for at in self._joint.reads(op) if at[0] == rank]
             made = map(self._alignment.find, self._joint.results(op))
@@ -276,6 +277,33 @@ class Upstream:
             sites = self._lines.sites((rank, op.number))
             if sites and not is_used and program.values[op.results[0]].is_floating:
                 yield make_origin("unused", sites)
+
+    def _list_overwritten(self, cause: OperatorCause) -> Iterator[Origin]:
+        """Yield the lines that write over their own result of the same step, which nothing has read.
+
+        Such as a copy to where the results of several micro-batches should add up.
+        """
+        joint, rank = self._joint, cause.ops[0][0]
+        program, step = joint.programs[rank], joint.op(cause.ops[0]).step
+        shown = {each.value for parts in program.marks.values() for each in parts}
+        for op in program.ops:
+            before = next(iter(op.refs()), -1) if op.short == "copy_" and op.step == step else -1
+            last = program.ops[program.values[before].op] if before >= 0 else op
+            sites = self._lines.sites((rank, op.number))
+            is_same = last is not op and (last.name, last.step, last.sites[:1]) == (
+                op.name,
+                step,
+                op.sites[:1],
+            )
+            is_read = any(user != (rank, op.number) for user in joint.users.get((rank, before), ()))
+            if (
+                sites
+                and is_same
+                and not is_read
+                and before not in shown
+                and program.values[before].is_floating
+            ):
+                yield make_origin("overwrites", sites)
 
     def _list_draws(self, first: At) -> Iterator[Origin]:
         """Yield the lines of ranks alone that draw random numbers, before an operation of the step that uses some."""
@@ -405,7 +433,8 @@ def _keep_different(definitions: Iterable[Origin]) -> Iterator[Origin]:
 
 
 def _is_multiple(one: Known | None, two: Known | None, factor: float) -> bool:
-    """Return whether a value has the same elements as another one, which are no parts, times a factor."""
+    """Return whether a value is a wrong multiple, by a factor, of another one with the same elements, no parts."""
     if one is None or two is None or one.over or two.over or one.ids is None or two.ids is None:
         return False
-    return torch.equal(one.ids, two.ids) and math.isclose(two.scale, one.scale * factor)
+    is_wrong = not math.isclose(two.scale, 1.0)
+    return is_wrong and torch.equal(one.ids, two.ids) and math.isclose(two.scale, one.scale * factor)

@@ -131,6 +131,7 @@ OriginKind = Literal[
     "chosen",
     "repeated",
     "unused",
+    "overwrites",
     "draw",
     "skipped",
     "configures",
@@ -151,8 +152,9 @@ OriginKind = Literal[
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
 - `chosen`: it decides which elements of a part of a sum are not zero;
-- `repeated`: it adds values that are equal on all ranks, in the backward pass;
+- `repeated`: it adds values that are equal on all ranks, to a wrong multiple;
 - `unused`: it is a collective of the step whose result nothing uses;
+- `overwrites`: it writes over its own result of the same step, which nothing has read;
 - `draw`: it draws random numbers, and one device does not;
 - `skipped`: the condition or iterable of lines that one device executes, and no rank;
 - `configures`: it configures the part of torch that runs the wrong operation.

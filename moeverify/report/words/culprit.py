@@ -42,7 +42,10 @@ def list_culprit(culprit: Culprit) -> list[Row]:
         ]
     if culprit.mechanism in _KNOWN and culprit.results:
         return [*rows, ("seen in", operation)]
-    if culprit.mechanism == "returned":
+    if culprit.mechanism == "total" and culprit.results:
+        over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+        headline = f"{_name_first(culprit.results)} not reduced{over}: {operation}, takes each rank's part"
+    elif culprit.mechanism == "returned":
         headline = f"{', '.join(culprit.results)} returns another value than on one device"
         rows = [(_HERE, operation), *rows]
     else:
@@ -295,7 +298,8 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
 def _describe_removed(culprit: Culprit) -> list[Row]:
     rows = [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
     rows += [(_HERE, f"it takes {_name_source(culprit.taken)}, an earlier one")] if culprit.taken else []
-    rows += [(_HERE, f"over {' and '.join(culprit.axes)}")] if culprit.axes else []
+    verb = "writes what was reduced" if culprit.here.operator == "copy_" else "communicates"
+    rows += [(_HERE, f"{verb} over {' and '.join(culprit.axes)}")] if culprit.axes else []
     return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
 

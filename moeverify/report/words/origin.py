@@ -28,6 +28,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "chosen": "decides which elements of the part are not zero",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
+    "overwrites": "writes over its own result of the same step, which nothing has read",
     "draw": "draws random numbers, and one device does not",
     "skipped": "one device executes the lines that depend on it, and no rank does",
     "configures": "configures the part of torch that runs the operation",

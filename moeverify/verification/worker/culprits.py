@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from moeverify.results.culprit import Culprit
 from moeverify.results.explanation import Quantity
 from moeverify.results.finding import Finding, note_failure
 from moeverify.results.observation import DiagnosisFailed, FirstDivergence, ReplicaSum, RightAlike
-from moeverify.results.operation import Scaled, Unreduced
+from moeverify.results.operation import Scaled, Unreduced, Zeroed
 from moeverify.results.place import Place
 from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Judgement
@@ -68,7 +68,8 @@ class Found:
     raised an error. `operators` is the path of the file with the operators of both sides, or empty. `makers`
     has the operation that made each named tensor, where no operation is known to be wrong. `reduced` has the
     modules that compute parts of sums, which a collective then adds up to right values. `places` are the culprits
-    that were found before any repair was tried, if the cause was named already.
+    that were found before any repair was tried, if the cause was named already. `reached` has the parameters of
+    which the backward pass computes a gradient that is not zero.
     """
 
     step: int = -1
@@ -79,6 +80,7 @@ class Found:
     makers: Mapping[str, Culprit] = field(default_factory=dict)
     reduced: frozenset[str] = frozenset()
     places: Attributed = ()
+    reached: frozenset[str] = frozenset()
 
 
 def agree_on_step(case: Case, judgement: Judgement | None) -> int | None:
@@ -163,7 +165,9 @@ def find_culprits(
             causes, failure = _explain(explainer, left, lambda first: tell(note(first)), proves=proves)
             traced = _trace(culprits, causes, note(causes))
             reduced = culprits.list_reduced_modules()
-            found = replace(found, culprits=traced, places=places, reduced=reduced, failure=failure)
+            reached = culprits.list_reached(step)
+            found = replace(found, culprits=traced, places=places, reduced=reduced, reached=reached)
+            found = replace(found, failure=failure)
             if failure or not (worth := share(found)):
                 break  # else the place refutes the name, or an execution may say more
             places = traced
@@ -242,27 +246,28 @@ def _name_maker(findings: Sequence[Finding], makers: Mapping[str, Culprit]) -> l
 
 def _leave_out_refuted(findings: Sequence[Finding], culprit: Culprit, found: Found) -> list[Finding]:
     """Return the findings; those of the recorded step have no explanation that a culprit refutes."""
-    return [
-        _without_refuted(each, culprit, found.reduced) if each.step == found.step else each
-        for each in findings
-    ]
+    return [_without_refuted(each, culprit, found) if each.step == found.step else each for each in findings]
 
 
-def _without_refuted(finding: Finding, culprit: Culprit, reduced: Collection[str]) -> Finding:
+def _without_refuted(finding: Finding, culprit: Culprit, found: Found) -> Finding:
     """Return a finding without an explanation that the recorded operators refute.
 
     A module may compute a part of a sum, of its output or of a gradient, which is reduced later. The output is
     then right if the module is one of `reduced`. If the first wrong operation is in no module, such as one of
-    the user's optimizer, the backward pass was right.
+    the user's optimizer, the backward pass was right. A gradient of zeros whose parameter the pass reaches was lost
+    after it.
     """
     explanation = finding.explanation
     if explanation is None:
         return finding
     subject = explanation.subject
-    if subject.quantity is Quantity.MODULE_GRADIENT:
+    if isinstance(explanation.operation, Zeroed):
+        is_reached = not explanation.operation.absent and not found.reached.isdisjoint(subject.tensors)
+        direction = "backward" if is_reached else ""
+    elif subject.quantity is Quantity.MODULE_GRADIENT:
         direction = "" if culprit.here.module or culprit.here.is_derivative else "backward"
     else:
-        is_reduced = isinstance(explanation.operation, Unreduced) and subject.module in reduced
+        is_reduced = isinstance(explanation.operation, Unreduced) and subject.module in found.reduced
         direction = "forward" if is_reduced else ""
     if not direction:
         return finding

@@ -16,7 +16,9 @@ from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import GroupRef, Meeting, Op, Program, Ref, Site, Value
 from moeverify.explain.shorten import Shortener
+from moeverify.explain.suspects import Target, list_reached
 from moeverify.explain.upstream import Upstream
+from moeverify.results.checks import Kind
 
 
 def make_program(x: Tensor, total: Tensor | None, *, is_used: bool = True) -> Program:
@@ -124,3 +126,41 @@ def test_a_collective_whose_result_nothing_uses_is_named(is_used: bool) -> None:
     upstream = Upstream(explainer)
     found = list(upstream._list_unused(OperatorCause([(0, 3)], [], [])))
     assert [each.kind for each in found] == ([] if is_used else ["unused"])
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_copy_over_a_result_that_nothing_has_read_is_named(*, adds: bool) -> None:
+    def accumulate(x: Tensor, is_one: int) -> Tensor:
+        total = x.new_zeros(4)
+        for part in x.chunk(2) if not is_one else [x]:
+            total.copy_(total + part.sum(0) if adds else part.sum(0))
+        return total.sin()
+
+    ranks, one = (record_call(lambda x, on=on: accumulate(x, on), x=make(6, 4)) for on in (0, 1))
+    upstream = Upstream(Explainer([ranks], one, 0, ()))
+    (sine,) = list_ops(ranks, "sin")
+    found = list(upstream._list_overwritten(OperatorCause([(0, sine.number)], [], [])))
+    assert [each.kind for each in found] == ([] if adds else ["overwrites"])
+
+
+@pytest.mark.parametrize("is_half", [True, False])
+def test_a_collective_that_adds_equal_values_to_a_wrong_multiple_is_named(*, is_half: bool) -> None:
+    whole = make(6, 4)
+    ranks = [make_program(whole / 2 if is_half else whole, whole * (2 if is_half else 4)) for _ in range(2)]
+    for program in ranks:
+        program.ops[2].sites = (Site(__file__, 1, "run"),)
+    explainer = Explainer(ranks, make_program(whole, None), 0, (2.0, 0.5))
+    last = len(ranks[0].ops) - 1
+    target = Target((0, Kind.GRADIENT, "w"), {0: (0, ranks[0].ops[last].results[0])}, {}, {})
+    found = list(Upstream(explainer)._list_repeated(OperatorCause([(0, last)], [], [target])))
+    assert [each.kind for each in found] == ([] if is_half else ["repeated"])
+
+
+def test_the_backward_pass_reaches_parameters_of_which_it_computes_a_gradient() -> None:
+    def train(w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+        loss = (w * w).sum() + (v * 0.0 * v).sum()
+        loss.backward()
+        return loss.detach() + u.sum()
+
+    inputs = {name: make(4).requires_grad_() for name in "wvu"}
+    assert list_reached(Joint([record_call(train, **inputs)]), 0) == {"w"}

@@ -198,3 +198,18 @@ def test_a_backward_line_that_layers_share_is_named_with_its_number() -> None:
     )
     assert (culprit.mechanism, culprit.numbers) == ("number", (("2", "1"),))
     assert read(culprit.here) == "grad / ctx.size"
+
+
+def test_a_multiple_is_traced_through_a_padded_bucket() -> None:
+    """The bucket is no multiple of any value: the padding and two tensors lie in it."""
+
+    def reduce(a: Tensor, b: Tensor, twice: int) -> Tensor:
+        flat = torch.cat([a.flatten(), a.new_zeros(3), b.flatten()])
+        if twice:
+            flat = flat + flat
+        return (flat[a.numel() + 3 :].view_as(b) @ a.exp()).sin()
+
+    culprit, *_ = explain_call(
+        lambda a, b: reduce(a, b, 1), lambda a, b: reduce(a, b, 0), a=make(4, 4), b=make(4, 4, seed=1)
+    )
+    assert (culprit.mechanism, culprit.factor, read(culprit.here)) == ("scale", 2.0, "flat + flat")

@@ -220,7 +220,7 @@ def test_a_collective_that_one_device_does_not_need_is_named_with_its_axis() -> 
     culprit = Culprits(explainer).make(cause)
     assert (culprit.mechanism, culprit.here.operator, culprit.axes) == ("removed", "all_reduce", ("tp",))
     assert culprit.code is Cause.COLLECTIVES
-    assert ("here", "over tp") in list_culprit(culprit)
+    assert ("here", "communicates over tp") in list_culprit(culprit)
 
 
 def test_a_group_that_no_input_fits_is_not_executed() -> None:

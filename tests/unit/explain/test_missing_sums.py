@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from recordings import find_input, list_ops, make, record_call, result_of
+from recordings import MARK, find_input, list_ops, make, record_call, result_of
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
@@ -14,9 +14,10 @@ from moeverify.explain.culprits import Culprits
 from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
-from moeverify.explain.missing_sums import list_missing_sums, list_unreduced_terms
+from moeverify.explain.missing_sums import list_missing_sums, list_reduced, list_unreduced_terms
 from moeverify.explain.program import GroupRef, Meeting, Program
 from moeverify.parallel.regions.region import Region
+from moeverify.results.checks import Kind
 
 GROUPS = {"dp": [[0, 1]]}
 X = make(6, 4)
@@ -143,3 +144,17 @@ def test_a_lookup_in_own_rows_is_reduced_before_a_rank_takes_its_places() -> Non
     edits = list(list_missing_sums(alignment, GROUPS, edit, joint.execute(Changes())))
     assert [(each.kind, each.numbers) for each in edits] == [("unreduced", (("sum", "dp"),))]
     assert {op[1] for op in edits[0].ops} == {list_ops(ranks[0], "mul")[0].number}
+
+
+def test_parts_that_a_step_takes_are_gradients_with_names() -> None:
+    """The square reads the gradient of `w` before a clip multiplies it."""
+
+    def train(x: Tensor, w: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad((x * w).sum(), w)
+        norm = gradient.square().sum().sqrt()
+        return gradient * 0.5 / (norm + 1.0)
+
+    program = record_call(train, x=make(6, 4), w=make(4).requires_grad_())
+    program.marks[0, Kind.GRADIENT, "w"] = program.marks[MARK]
+    (square,) = [op for op in list_ops(program, "pow") if op.phase != "backward"]
+    assert list(list_reduced(Joint([program]), [(0, square.number)])) == ["gradient/w"]

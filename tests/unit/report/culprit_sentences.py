@@ -78,7 +78,10 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         {"right": WEIGHT, "there": THERE},
         [("here", "a part of head.weight"), ("reference", "all of it, one/ffn.py:7 in forward")],
     ),
-    "removed": ({}, [("reference", "the value that it takes goes on unchanged")]),
+    "removed": (
+        {"axes": ("tp",)},
+        [("here", "communicates over tp"), ("reference", "the value that it takes goes on unchanged")],
+    ),
     "returned": (
         {"results": ("layers.0.router",), "taken": WEIGHT, "right": MADE, "there": THERE},
         [

@@ -21,7 +21,7 @@ from moeverify.results.explanation import Explanation, Quantity, Subject
 from moeverify.results.factor import Factor, Product
 from moeverify.results.finding import Finding
 from moeverify.results.observation import DiagnosisFailed, ReplicaSum, RightAlike
-from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Scaled, Unreduced
+from moeverify.results.operation import Altered, Misplaced, OwnValues, Rounded, Scaled, Unreduced, Zeroed
 from moeverify.results.part import WHOLE, Contribution, Part, Tokens
 from moeverify.results.place import Place, Stage
 from moeverify.verification.worker import culprits
@@ -198,6 +198,17 @@ def test_a_part_of_a_sum_that_is_reduced_later_is_not_missing_its_reduction(modu
     assert choose_share([finding], 1, found) == told.culprit.leads
 
 
+@pytest.mark.parametrize("reached", ["w", "v"])
+def test_a_gradient_of_zeros_that_the_backward_pass_computes_is_lost_after_it(reached: str) -> None:
+    explanation = EXPLANATION.model_copy(update={"cause": Cause.DETACHED, "operation": Zeroed()})
+    found = Found(1, [(blame(proved=False), [W])], reached=frozenset({reached}))
+    (told,) = lead_with([find("w", explanation=explanation, code="detached")], found)
+    assert told.culprit is not None
+    assert (told.culprit.leads, told.explanation is None) == (
+        (True, True) if reached == "w" else (False, False)
+    )
+
+
 @pytest.mark.parametrize("code", [Cause.BACKWARD, Cause.METRIC])
 def test_the_part_of_the_step_is_that_of_the_first_wrong_operation(code: Cause) -> None:
     unknown = EXPLANATION.model_copy(update={"cause": code, "operation": Altered()})
@@ -332,6 +343,7 @@ def test_an_error_of_the_search_costs_no_cause_that_was_proved_before(
         trace=lambda made, _: made.model_copy(update={"ranks": (3,)}),
         make_makers=dict,
         list_reduced_modules=frozenset,
+        list_reached=lambda step: frozenset(),
     )
     monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
     monkeypatch.setattr(culprits, "record_one_device", lambda *_: SimpleNamespace(is_complete=True))
@@ -414,6 +426,9 @@ def test_what_is_found_is_told_before_operators_are_compared(
 
         def make_makers(self) -> dict[str, Culprit]:
             return {"w": made[id(place)]}
+
+        def list_reached(self, step: int) -> frozenset[str]:
+            return frozenset()
 
         def list_reduced_modules(self) -> frozenset[str]:
             return frozenset({"down"})
