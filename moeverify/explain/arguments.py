@@ -71,6 +71,11 @@ def list_tensors(value: Any) -> list[Tensor]:
     return []
 
 
+def is_any(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a tensor is one of several, and does not only equal it."""
+    return any(tensor is each for each in tensors)
+
+
 def count_members(func: OpOverload, taken: Sequence[Any]) -> int:
     """Return how many tensors a list operator (`_foreach_*`, fused optimizers) processes; else 0."""
     if not func.overloadpacket.__name__.startswith(

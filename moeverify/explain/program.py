@@ -294,8 +294,19 @@ class Program(Executed):
         self.cuts += [(len(self.ops), value, sites) for value in values]
 
     def sites_of(self, op: Op) -> tuple[Site, ...]:
-        """Return the lines of an operator, or for a derivative the lines of its forward operator."""
-        return self.ops[op.origin].sites if op.origin >= 0 and not op.sites else op.sites
+        """Return the lines of an operator, or for a derivative the lines of its forward operator.
+
+        An operator in `backward` of an autograd function has its lines there, then those that call the function.
+        """
+        if op.origin < 0:
+            return op.sites
+        forward = self.ops[op.origin].sites
+        last = next((at for at, site in enumerate(op.sites) if site.function == "backward"), None)
+        if not op.sites or last is None:
+            return op.sites or forward
+        inside = [at for at, site in enumerate(forward) if site.function == "forward"]
+        first = next((at for at in inside if forward[at].file == op.sites[last].file), None)
+        return op.sites if first is None else (*op.sites[: last + 1], *forward[first + 1 :])
 
     def base(self, value: int) -> Value:
         """Return the value that a value is a view of, or the value itself."""

@@ -23,6 +23,7 @@ from moeverify.explain.arguments import (
     geometry_of,
     has_memory,
     has_operators,
+    is_any,
     is_equal,
     list_tensors,
     list_visible,
@@ -53,7 +54,7 @@ from moeverify.explain.program import (
     Shown,
     Value,
 )
-from moeverify.explain.sites import find_sites, is_direct
+from moeverify.explain.sites import find_sites, is_direct, is_in_function
 from moeverify.explain.waits import Waits
 from moeverify.parallel.regions.local_shard import logical_name
 from moeverify.parallel.regions.passes import is_in_backward, is_trial_pass
@@ -137,9 +138,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
             *(self._hook_optimizers() if hooks_optimizers else ()),
         ]
         self._is_open = True
-        groups, lines = follow_groups(self.program), self._lines.following()
+        groups = follow_groups(self.program)
         try:
-            with self._waits.following(), groups, self, plain_attention(), lines:
+            with self._waits.following(), groups, self, plain_attention(), self._lines.following():
                 yield
         finally:
             self._is_open = False
@@ -220,7 +221,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         result = func(*args, **named)
         with _without_modes():
             returned = list_tensors(result)
-            new = [tensor for tensor in returned if not any(tensor is each for each in changed)]
+            new = [tensor for tensor in returned if not is_any(tensor, changed)]
             shown = self._view(func, taken, taken_named) if is_view else []
             values = [
                 self._add_result(op, tensor, is_view=is_view, data=shown[i] if i < len(shown) else None)
@@ -265,11 +266,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
     def _meet(self, call: Call, func: OpOverload, args: Any, named: dict[str, Any]) -> Any:
         taken = [Ref(self._find(tensor)) for tensor in call.inputs]
         for tensor in call.outputs:
-            if not any(tensor is each for each in call.inputs):
+            if not is_any(tensor, call.inputs):
                 self._check_race(tensor, "write")
-        if torch.is_grad_enabled():  # autograd does not see a collective
-            cut = [each for each in call.inputs if not any(each is other for other in call.outputs)]
-            self.program.note_cuts([self._find(each) for each in cut if each.requires_grad], find_sites(2))
+        if torch.is_grad_enabled() or not is_in_function():  # autograd does not see a collective
+            cut = [each for each in call.inputs if each.requires_grad and not is_any(each, call.outputs)]
+            cut = [each for each in cut if torch.is_grad_enabled() or not each.is_leaf]
+            self.program.note_cuts(map(self._find, cut), find_sites(2))
         shapes = [tuple(tensor.shape) for tensor in call.outputs]
         op = self._begin(f"collective.{call.kind}", (taken,), dict(call.options), ())
         key = (call.group.name, call.kind in ("send", "recv"), call.source, call.target)
@@ -298,7 +300,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         direct = is_direct(4)
         if work is not None:
             for tensor in call.inputs:
-                if not any(tensor is each for each in call.outputs):
+                if not is_any(tensor, call.outputs):
                     self._use(tensor, op, work, direct, writes=False)
         values = [self._write(op, tensor, is_there=False) for tensor in call.outputs]
         self._pending.append(Pending(values, call.outputs, op.number, work))

@@ -86,6 +86,14 @@ def _find_site(frame: FrameType) -> Site:
     return site
 
 
+def is_in_function() -> bool:
+    """Return whether an autograd function runs, whose `backward` passes the gradients of its calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.autograd.Function.apply.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def parse_file(path: str) -> ast.Module:
     """Return the syntax tree of a source file; an empty one if it has none."""
     return _parse("".join(linecache.getlines(path)))

@@ -94,19 +94,47 @@ def test_a_sharded_weight_that_is_detached_cuts_its_gradient() -> None:
     assert [read_expression(sites[0]) for _, _, sites in recorder.program.cuts] == ["weight.detach()"]
 
 
-@pytest.mark.parametrize("has_gradient", [True, False])
-def test_a_collective_cuts_the_gradient_of_what_it_takes(*, has_gradient: bool) -> None:
+class Gather(torch.autograd.Function):
+    """A gather by one rank, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def gather(x: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    dist.all_gather([out], x)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("call", "is_cut"),
+    [
+        (gather, True),
+        (torch.no_grad()(gather), True),
+        (Gather.apply, False),
+        (lambda x: gather(x.detach()), True),
+        (lambda x: x.sum(), False),
+    ],
+    ids=["collective", "without gradients", "own gradient", "detached", "no collective"],
+)
+def test_a_collective_cuts_the_gradient_of_what_it_takes(
+    call: Callable[[Tensor], Tensor], *, is_cut: bool
+) -> None:
     recorder = Recorder()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
-        x = make(4, 4).requires_grad_(has_gradient)
+        x = make(4, 4).requires_grad_()
         with recorder.recording():
-            dist.all_gather([torch.empty(4, 4, dtype=x.dtype)], x)
-            with torch.no_grad():
-                dist.all_gather([torch.empty(4, 4, dtype=x.dtype)], x)
+            call(x * 2.0)
     finally:
         dist.destroy_process_group()
-    assert len(recorder.program.cuts) == has_gradient
+    assert len(recorder.program.cuts) == is_cut
 
 
 def test_a_number_that_one_device_does_not_have_is_named_with_its_definition() -> None:
