@@ -63,6 +63,7 @@ class Divergences:
         """Yield the origin of a value. One device runs no collectives, so that these are not suspect for it."""
         op = self._joint.maker(at)
         if self._joint.op(op).meeting is not None:
+            yield make_origin("collective", sites)
             return
         if self._agreement.is_on_one_device(at):
             yield make_origin("value", sites)

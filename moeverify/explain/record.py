@@ -298,10 +298,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         returned = result[-1] if isinstance(result, tuple | list) else result
         work = dist.Work.unbox(returned) if isinstance(returned, torch.ScriptObject) else None
         direct = is_direct(4)
-        if work is not None:
-            for tensor in call.inputs:
-                if not is_any(tensor, call.outputs):
-                    self._use(tensor, op, work, direct, writes=False)
+        for tensor in call.inputs if work is not None else ():
+            if not is_any(tensor, call.outputs):
+                self._use(tensor, op, work, direct, writes=False)
         values = [self._write(op, tensor, is_there=False) for tensor in call.outputs]
         self._pending.append(Pending(values, call.outputs, op.number, work))
         for tensor in call.outputs:

@@ -12,7 +12,7 @@ from moeverify.cases.axes.groups import AND
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_chain, list_of_step, walk_back
+from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
 from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
@@ -112,6 +112,7 @@ class Upstream:
             _keep_different(options),
             self._spectrum.list_missing(cause),
             _keep_different(self._list_definitions(cause.ops[0])),
+            self._list_received(cause.ops[0]) if defines else (),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
 
@@ -180,6 +181,15 @@ class Upstream:
         for label in labels:
             if (op := self._lines.makers.get((rank, label))) is not None:
                 yield from self._describe_made(op)
+
+    def _list_received(self, first: At) -> Iterator[Origin]:
+        """Yield the collectives whose results an operation takes directly."""
+        for at in self._joint.reads(first):
+            before = [*list_chain(self._joint, [at]), self._joint.maker(skip_moves(self._joint, at))]
+            for op in [op for op in before if self._joint.op(op).meeting is not None][:1]:
+                is_own = op[0] == first[0] and self._joint.op(op).phase == self._joint.op(first).phase
+                if is_own and self._joint.op(op).sites and (sites := self._lines.sites(op)):
+                    yield make_origin("collective", sites)
 
     def _list_derivatives(self, first: At) -> Iterator[Origin]:
         """Yield the nearest lines of user code that compute a gradient, such as in a custom backward function."""

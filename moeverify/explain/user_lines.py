@@ -19,7 +19,7 @@ from moeverify.explain.sites import find_line, is_of_hook, is_of_user
 from moeverify.explain.syntax import RETURNED, find_function, map_backward
 from moeverify.results.culprit import CodeLine, Origin, OriginKind
 
-_COLLECTIVE = frozenset({"missing", "repeated", "unused"})
+_COLLECTIVE = frozenset({"collective", "missing", "repeated", "unused"})
 """Relations of collectives to a wrong result."""
 _OF_PARALLEL = re.compile(
     r"\.(wait|no_sync|set_requires_gradient_sync|to_local|full_tensor)\(|\bbarrier\(|\.(device_mesh|placements)\b"

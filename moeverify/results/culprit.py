@@ -125,6 +125,7 @@ OriginKind = Literal[
     "missing",
     "alone",
     "member",
+    "collective",
     "condition",
     "definition",
     "made",
@@ -148,6 +149,7 @@ OriginKind = Literal[
 - `missing`: right results of this kind pass its collective or are made by it, and this one is not;
 - `alone`: right results of this kind do not pass it;
 - `member`: it decides which elements a list has that the missing call takes;
+- `collective`: it made an operand, or the first value of the ranks that is not one of one device;
 - `condition`: it decides whether the missing call runs;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;

@@ -22,6 +22,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "missing": "right results of this kind pass this call, and this one does not",
     "member": "decides the inputs of that call",
     "alone": "right results of this kind do not pass this line, and this one does",
+    "collective": "communicates an operand, or a value from which it comes",
     "condition": "decides whether that call runs",
     "definition": "defines a value that the operation takes",
     "made": "makes the tensor, or a weight from which it comes, before the first step",
