@@ -16,6 +16,7 @@ UNMIXED = (
     "kestrel.pipe:stages",
     "kestrel.zero:grid",
     "linden.pipe:stages",
+    "marten.stages:split",
     "osier.parallel:fsdp",
     "osier.pipeline:stages",
     "plover.zero:zero3",

@@ -196,7 +196,7 @@ class Culprits:
         if is_known:
             return culprit.model_copy(update=self._describe_known(cause))
         update = self._find_doubtful(first) if edit is None else self._describe(first, edit)
-        if mechanism == "total" and not here.module:  # such as the norm of gradients
+        if mechanism in ("total", "removed") and not here.module:  # such as in the norm of gradients
             own = [op for op in cause.ops if op[0] == first[0]]
             update["results"] = tuple(dict.fromkeys(list_reduced(self._joint, own)))
         return culprit.model_copy(update=update)

@@ -32,7 +32,7 @@ from moeverify.results.checks import Kind
 _MOST = 12
 """Maximum number of operators before the operand whose results are reduced."""
 
-_MOST_REDUCED = 4
+_MOST_REDUCED = 6
 """Maximum number of operators from a tensor to its reduction, such as the sum of its squares."""
 
 

@@ -298,8 +298,9 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
 def _describe_removed(culprit: Culprit) -> list[Row]:
     rows = [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
     rows += [(_HERE, f"it takes {_name_source(culprit.taken)}, an earlier one")] if culprit.taken else []
-    verb = "writes what was reduced" if culprit.here.operator == "copy_" else "communicates"
-    rows += [(_HERE, f"{verb} over {' and '.join(culprit.axes)}")] if culprit.axes else []
+    over, names = " and ".join(culprit.axes), _name_first(culprit.results) if culprit.results else "a value"
+    verb = f"writes {names}, reduced over" if culprit.here.operator == "copy_" else "communicates over"
+    rows += [(_HERE, f"{verb} {over}")] if over else []
     return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
 

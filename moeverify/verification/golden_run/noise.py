@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -39,12 +40,13 @@ from moeverify.verification.golden.noise import (
 )
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.narrow_rounding import MovedFloat8, MovedRoundings
-from moeverify.verification.golden_run.rewritten_gradients import RewrittenGradients, share_noise
+from moeverify.verification.golden_run.rewritten_gradients import RewrittenGradients, list_turns, share_noise
 from moeverify.verification.golden_run.update_noise import GradientNoise, is_adaptive, propagate
 
 # The least error that moved roundings of float32 can cause; below it a tensor does not depend on them.
 _NARROW_FLOOR = 1e-12
 
+_OF_GRADIENTS = (Kind.GRADIENT, Kind.UPDATE)
 _OF_STEP = (Kind.UPDATE, Kind.WEIGHT, Kind.OPTIMIZER_STATE)
 
 # Relative change of each initial weight: one unit of its dtype.
@@ -79,18 +81,18 @@ def calibrate(
     """
     noise: dict[str, float] = {}
     choices = NearTieCounts()
+    is_own = recipe.precision != "float64" and recipe.step is not None
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
     for forced in kinds:
         is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
         gradients = GradientNoise(reference) if is_pushed else None
-        rewritten: set[str] = set()
+        runs: list[RewrittenGradients] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for name, program in perturbed_programs(recipe, device):
             watches: list[Watch[Any]] = [] if gradients is None else [gradients]
-            written = RewrittenGradients(program) if name == "plain" and recipe.step is not None else None
-            watches += [] if written is None else [written]
+            runs += [RewrittenGradients(program)] if is_own else []
+            watches += runs[-1:]
             measured = measure_noise(recipe, program, reference, checks, forced=forced, watches=watches)
-            rewritten |= set() if written is None else written.report()
             if name == "plain":
                 noise |= {f"{PLAIN}{key}": error for key, error in measured.items()}
                 noise |= _measure_storage(recipe, program, reference)
@@ -102,6 +104,10 @@ def calibrate(
             noise |= propagate(recipe, reference, gradients, device, forced=forced, left_out=own_updates)
         if choices.num_changed:
             _widen(noise, _measure_own_choices(recipe, reference, device, forced=forced), "own choices")
+        for ((step, tensor), error), kind in itertools.product(list_turns(runs).items(), _OF_GRADIENTS):
+            key = noise_key(step, kind, tensor, forced=forced)
+            noise[key] = max(noise.get(key, 0.0), error)
+        rewritten = runs[0].report() if runs else frozenset()
         shared = {Kind.GRADIENT: rewritten, Kind.UPDATE: rewritten | set(own_updates)}
         noise |= share_noise(noise, shared, shapes, recipe.steps, forced=forced)
     noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}

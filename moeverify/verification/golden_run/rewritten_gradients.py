@@ -1,13 +1,14 @@
 """Noise of gradients that a user's step rewrites before the optimizer, such as the signs of Lion and Muon.
 
 A sign, or a gradient divided by its own size, is a choice: an element whose gradient is smaller than its noise
-may have either sign. The few calibration runs show that for some tensors and not for others of the same kind, so
-tensors of one shape share the largest noise among them.
+may have either sign. The few calibration runs show that for some tensors and not for others of the same kind. So
+the elements that may turn are found from the gradients before they are rewritten, and tensors of one shape share
+the largest noise among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from moeverify.results.checks import Kind
 from moeverify.train.program import TrainingProgram
 from moeverify.verification.checks.base import Watch
 from moeverify.verification.golden.noise import noise_key
+from moeverify.verification.golden_run.update_noise import MAX_SIGN_FLIPS, PUSH
 
 # Largest difference from a cosine of 1 that a factor and the rounding to bfloat16 (2**-9 an element) leave.
 _ROUNDING = 2.0**-12
@@ -26,12 +28,13 @@ _ROUNDING = 2.0**-12
 class RewrittenGradients(Watch[frozenset[str]]):
     """Reports the parameters whose gradient is no multiple of the sum of the backward passes.
 
-    For a program on one device. A clip multiplies all gradients by one number, and is no such change.
+    For a program on one device. A clip multiplies all gradients by one number, and is no such change. `kept` has the
+    gradient before and after the change, by step and name.
     """
 
     def __init__(self, program: TrainingProgram) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._found: set[str] = set()
+        self.kept: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         self._hooks: list[RemovableHandle] = []
         for shard in program.shards:
             if shard.tensor.requires_grad and shard.tensor.is_leaf:
@@ -45,7 +48,7 @@ class RewrittenGradients(Watch[frozenset[str]]):
         first, second = total.reshape(-1).double(), local.detach().reshape(-1).double()
         cosine = torch.nn.functional.cosine_similarity(first, second, dim=0)
         if first.any() and second.any() and abs(float(cosine)) < 1.0 - _ROUNDING:
-            self._found.add(name)
+            self.kept[step, name] = (first, second)
 
     def close(self) -> None:
         """Remove the hooks; see `Watch`."""
@@ -55,7 +58,7 @@ class RewrittenGradients(Watch[frozenset[str]]):
 
     def report(self) -> frozenset[str]:
         """Return the names of the parameters; see `Watch`."""
-        return frozenset(self._found)
+        return frozenset(name for _, name in self.kept)
 
     def _listen(self, name: str, tensor: Tensor) -> RemovableHandle:
         def keep(parameter: Tensor) -> None:
@@ -64,6 +67,23 @@ class RewrittenGradients(Watch[frozenset[str]]):
 
         handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
         return handle
+
+
+def list_turns(runs: Sequence[RewrittenGradients]) -> dict[tuple[int, str], float]:
+    """Return the noise of rewritten gradients, by step and name, if elements near zero turn their sign.
+
+    An element may turn if it is smaller than PUSH times its difference between the first run and another one, or
+    than the root mean square of these. As in `update_noise`, of many that may turn only some are not seen in a run.
+    """
+    found: dict[tuple[int, str], float] = {}
+    for key, (before, after) in runs[0].kept.items() if runs else ():
+        others = [run.kept[key][0] for run in runs[1:] if key in run.kept]
+        if others:
+            off = torch.stack([(each - before).abs() for each in others]).amax(dim=0)
+            may_turn = before.abs() <= PUSH * off.clamp(min=float(off.square().mean().sqrt()))
+            turned = after[may_turn].abs().sort(descending=True).values[:MAX_SIGN_FLIPS]
+            found[key] = 2.0 * float(turned.norm() / after.norm()) / PUSH
+    return found
 
 
 def share_noise(

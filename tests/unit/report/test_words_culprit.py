@@ -188,6 +188,18 @@ def test_lines_to_look_at_are_named_with_their_callers() -> None:
     ]
 
 
+def test_a_copy_of_a_sum_that_is_not_needed_names_its_tensors() -> None:
+    copy = HERE.model_copy(update={"operator": "copy_"})
+    culprit = make("removed", here=copy, axes=("tp",), results=("gradient/a", "gradient/b"))
+    assert ("here", "writes gradient/a and 1 more tensor, reduced over tp") in list_culprit(culprit)
+
+
+def test_parts_that_a_step_takes_are_named_in_the_headline() -> None:
+    culprit = make("total", axes=("tp",), taken=WEIGHT, results=("gradient/a",))
+    title = "gradient/a not reduced over tp: `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1, takes"
+    assert list_culprit(culprit)[0] == ("cause", f"{title} each rank's part")
+
+
 def test_every_origin_has_words() -> None:
     for kind in get_args(OriginKind):
         (text,) = list_origins(make("place", origins=({"kind": kind, "line": HERE.line},)).origins)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from moeverify.verification.golden.noise import noise_key, sign_flip_key
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.golden import list_own_results, make_golden
 from moeverify.verification.golden_run.noise import measure_noise
-from moeverify.verification.golden_run.rewritten_gradients import RewrittenGradients, share_noise
+from moeverify.verification.golden_run.rewritten_gradients import RewrittenGradients, list_turns, share_noise
+from moeverify.verification.golden_run.update_noise import PUSH
 
 CPU = torch.device("cpu")
 
@@ -128,6 +130,28 @@ def test_tensors_of_one_shape_share_the_largest_noise() -> None:
     shared = share_noise(noise, {Kind.GRADIENT: names}, shapes, 2)
     assert [shared[key] for key in keys] == [0.5, 0.5, 0.1]
     assert shared.keys() == set(keys)
+
+
+class Kept:
+    """Gradients of one run, before and after a step takes their signs."""
+
+    def __init__(self, *before: float) -> None:
+        first = torch.tensor(before, dtype=torch.float64)
+        self.kept = {(0, "w"): (first, first.sign())}
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    # The fourth of four elements is smaller than its noise times PUSH in the second row.
+    [((1.0, -1.0, 2.0, 0.01), 0.0), ((1.0, -1.0, 2.0, 0.004), 1.0)],
+)
+def test_elements_of_a_gradient_that_are_smaller_than_its_noise_may_turn(
+    other: tuple[float, ...], error: float
+) -> None:
+    runs: Any = [Kept(1.0, -1.0, 2.0, 0.01), Kept(*other)]
+    (found,) = list_turns(runs).values()
+    assert found == pytest.approx(error / PUSH)
+    assert not list_turns(runs[:1])
 
 
 def test_a_golden_shares_the_noise_of_gradients_that_the_step_rewrites(tmp_path: Path) -> None:
