@@ -12,7 +12,7 @@ from moeverify.cases.axes.groups import AND
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_chain, list_of_step, skip_moves, walk_back
+from moeverify.explain.chains import is_passing, list_chain, list_of_step, multiplies, skip_moves, walk_back
 from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
@@ -85,7 +85,7 @@ class Upstream:
             self._lines.list_configuring(cause.ops[0]),
             self._list_by_kind(cause, kind),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
-            self._list_definitions(scaler) if scaler and has_numbers(self._joint.op(scaler)) else (),
+            self._list_definitions(scaler) if scaler and multiplies(self._joint, scaler) else (),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),

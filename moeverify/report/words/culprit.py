@@ -362,7 +362,9 @@ def _describe_dtype(culprit: Culprit) -> list[Row]:
 
 def _describe_scale(culprit: Culprit) -> list[Row]:
     names = f" ({' or '.join(culprit.axes)})" if culprit.axes else ""
-    factor = f"is exactly {format_number(culprit.factor)}{names} times that of one device"
+    # Three digits may round a measured factor to 1.
+    number = f"{culprit.factor:.7g}" if culprit.is_measured else f"exactly {format_number(culprit.factor)}"
+    factor = f"is {number}{names} times that of one device"
     if culprit.results:
         return [(_CAUSE, f"{', '.join(culprit.results)} {factor}")]
     return [(_HERE, f"its result {factor}")]

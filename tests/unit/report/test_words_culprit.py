@@ -194,6 +194,12 @@ def test_a_copy_of_a_sum_that_is_not_needed_names_its_tensors() -> None:
     assert ("here", "writes gradient/a and 1 more tensor, reduced over tp") in list_culprit(culprit)
 
 
+@pytest.mark.parametrize(("factor", "number"), [(1.0011349941799272, "1.001135"), (0.5, "exactly 0.5")])
+def test_a_factor_that_is_only_measured_has_more_digits(factor: float, number: str) -> None:
+    rows = list_culprit(make("scale", factor=factor))
+    assert ("here", f"its result is {number} times that of one device") in rows
+
+
 def test_parts_that_a_step_takes_are_named_in_the_headline() -> None:
     culprit = make("total", axes=("tp",), taken=WEIGHT, results=("gradient/a",))
     title = "gradient/a not reduced over tp: `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1, takes"
