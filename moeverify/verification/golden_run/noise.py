@@ -80,6 +80,7 @@ def calibrate(
     `sign_flip_key`. Units: see `moeverify.verification.checks.bounds`.
     """
     noise: dict[str, float] = {}
+    turned: dict[str, float] = {}
     choices = NearTieCounts()
     is_own = recipe.precision != "float64" and recipe.step is not None
     kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
@@ -104,12 +105,12 @@ def calibrate(
             noise |= propagate(recipe, reference, gradients, device, forced=forced, left_out=own_updates)
         if choices.num_changed:
             _widen(noise, _measure_own_choices(recipe, reference, device, forced=forced), "own choices")
-        for ((step, tensor), error), kind in itertools.product(list_turns(runs).items(), _OF_GRADIENTS):
-            key = noise_key(step, kind, tensor, forced=forced)
-            noise[key] = max(noise.get(key, 0.0), error)
         rewritten = runs[0].report() if runs else frozenset()
         shared = {Kind.GRADIENT: rewritten, Kind.UPDATE: rewritten | set(own_updates)}
         noise |= share_noise(noise, shared, shapes, recipe.steps, forced=forced)
+        for ((step, tensor), error), kind in itertools.product(list_turns(runs).items(), _OF_GRADIENTS):
+            turned[noise_key(step, kind, tensor, forced=forced)] = error
+    noise |= {key: max(noise.get(key, 0.0), error) for key, error in turned.items()}  # not shared
     noise |= {HELD_KEY: float(choices.num_changed), FREE_KEY: float(choices.num_free)}
     if has_narrow_parts:
         noise |= _measure_narrow(recipe, reference, checks, device, own_updates)

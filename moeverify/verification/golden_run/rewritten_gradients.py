@@ -81,6 +81,7 @@ def list_turns(runs: Sequence[RewrittenGradients]) -> dict[tuple[int, str], floa
         if others:
             off = torch.stack([(each - before).abs() for each in others]).amax(dim=0)
             may_turn = before.abs() <= PUSH * off.clamp(min=float(off.square().mean().sqrt()))
+            may_turn &= (before != 0) | (off > 0)  # zeros of unused rows stay zeros
             turned = after[may_turn].abs().sort(descending=True).values[:MAX_SIGN_FLIPS]
             found[key] = 2.0 * float(turned.norm() / after.norm()) / PUSH
     return found
