@@ -112,6 +112,7 @@ class Upstream:
             _keep_different(options),
             self._spectrum.list_missing(cause),
             _keep_different(self._list_definitions(cause.ops[0])),
+            self._list_entered(cause.ops[0]),
             self._list_received(cause.ops[0]) if defines else (),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
@@ -333,6 +334,18 @@ class Upstream:
             for sites in (self._lines.sites((rank, op.number)) for op in draws):
                 if sites and self._lines.is_parallel(sites[0]):
                     yield make_origin("draw", sites)
+
+    def _list_entered(self, op: At) -> Iterator[Origin]:
+        """Yield the innermost call that one device does not run, if one device runs the operation's own line.
+
+        Such as that of a function which a patch calls with other arguments.
+        """
+        sites = self._joint.sites(op)
+        known = {(site.file, site.line) for each in self._one.program.ops for site in each.sites}
+        first = next((at for at, site in enumerate(sites) if (site.file, site.line) not in known), 0)
+        # Without user code on the stack, the model and the layout are those of this package.
+        if first and (is_of_user(sites[first].file) or not self._lines.sites(op)):
+            yield make_origin("entered", sites[first:])
 
     def _list_lineage(self, end: At | None) -> list[At]:
         """Return the operators of the step that carried the value of a result, the last one first.

@@ -129,6 +129,7 @@ OriginKind = Literal[
     "condition",
     "definition",
     "made",
+    "entered",
     "chosen",
     "repeated",
     "unused",
@@ -153,6 +154,7 @@ OriginKind = Literal[
 - `condition`: it decides whether the missing call runs;
 - `definition`: it defines a number, group, index or flag of the operation in Python;
 - `made`: it made the tensor, or a weight that the operation uses, before the first step;
+- `entered`: it calls a function that one device runs too, from a line that one device does not run;
 - `chosen`: it decides which elements of a part of a sum are not zero;
 - `repeated`: it adds values that are equal on all ranks, to a wrong multiple;
 - `unused`: it is a collective of the step whose result nothing uses;

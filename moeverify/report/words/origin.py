@@ -26,6 +26,7 @@ _ORIGINS: Mapping[OriginKind, str] = {
     "condition": "decides whether that call runs",
     "definition": "defines a value that the operation takes",
     "made": "makes the tensor, or a weight from which it comes, before the first step",
+    "entered": "calls this function, and one device does not run this line",
     "chosen": "decides which elements of the part are not zero",
     "repeated": "adds values that are equal on all of its ranks",
     "unused": "nothing uses the result of this collective",
