@@ -39,7 +39,7 @@ from moeverify.explain.program import HIDDEN, SETUP, Op
 from moeverify.explain.regroup import name_ranks
 from moeverify.explain.relation import find_shared
 from moeverify.explain.same_line import find_alike, name_number
-from moeverify.explain.suspects import Target, find_targets, list_reached
+from moeverify.explain.suspects import Target, find_targets
 from moeverify.explain.upstream import Upstream
 from moeverify.explain.wrong_groups import EVERYWHERE
 from moeverify.results.culprit import Culprit, Operation, SourceValue
@@ -136,10 +136,6 @@ class Culprits:
     def list_reduced_modules(self) -> frozenset[str]:
         """Return the modules that compute parts of sums, which a collective then adds up to right values."""
         return list_reduced_modules(self._alignment)
-
-    def list_reached(self, step: int) -> frozenset[str]:
-        """Return the parameters of which the backward pass of a step computes a gradient that is not zero."""
-        return list_reached(self._joint, step)
 
     def _list_absent(self, name: str) -> tuple[tuple[int, int, int], ...]:
         """Return (dim, first, stop) of the runs of a tensor's indices that no rank has before the first step."""

@@ -284,9 +284,8 @@ class Definitions:
                 key, line = (each.value, each.scope.function), first_line(each.value)
                 is_plain_value = isinstance(each.value, plain) or self._is_number(each)
                 is_right = not is_plain_value and self._passes(each.scope.file.path, line)
-                is_none = (
-                    isinstance(each.value, ast.Constant) and each.value.value is None
-                )  # defines no number
+                # None defines no number.
+                is_none = isinstance(each.value, ast.Constant) and each.value.value is None
                 if is_right or is_none or (each.is_member and values is None):
                     continue
                 is_equal = values is not None and each.name is not None and values.is_equal(each.name)

@@ -10,7 +10,7 @@ from moeverify.explain.chains import is_passing, skip_moves
 from moeverify.explain.joint import At
 from moeverify.explain.operators import creates
 from moeverify.explain.program import HIDDEN, Op, Site
-from moeverify.explain.user_lines import UserLines, make_origin
+from moeverify.explain.user_lines import UserLines, keep_different, make_origin
 from moeverify.results.culprit import Origin
 
 _MOST_FOLLOWED = 48
@@ -56,7 +56,7 @@ class Divergences:
             if not wrong and sites and op != first and self._joint.op(op).short not in HIDDEN:
                 yield from self._describe(at, sites)
                 if has_numbers(self._joint.op(op)):
-                    yield from (each for each in self._lines.define(sites) if each.here is not None)
+                    yield from keep_different(self._lines.define(sites))
             waiting += wrong
 
     def _describe(self, at: At, sites: tuple[Site, ...]) -> Iterator[Origin]:

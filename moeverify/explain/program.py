@@ -289,6 +289,10 @@ class Program(Executed):
         self.lines[step].add(line)
         self.starts.setdefault(step, {})[line] = len(self.ops)
 
+    def list_shown(self) -> set[int | None]:
+        """Return the values that the training loop shows."""
+        return {each.value for parts in self.marks.values() for each in parts}
+
     def note_cuts(self, values: Iterable[int], sites: tuple[Site, ...]) -> None:
         """Note values with a gradient that the next operator takes, whose result passes none."""
         self.cuts += [(len(self.ops), value, sites) for value in values]

@@ -268,8 +268,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch doe
         for tensor in call.outputs:
             if not is_any(tensor, call.inputs):
                 self._check_race(tensor, "write")
-        if torch.is_grad_enabled() or not is_in_function():  # autograd does not see a collective
-            cut = [each for each in call.inputs if each.requires_grad and not is_any(each, call.outputs)]
+        cut = [each for each in call.inputs if each.requires_grad and not is_any(each, call.outputs)]
+        if cut and (torch.is_grad_enabled() or not is_in_function()):  # autograd does not see a collective
             cut = [each for each in cut if torch.is_grad_enabled() or not each.is_leaf]
             self.program.note_cuts(map(self._find, cut), find_sites(2))
         shapes = [tuple(tensor.shape) for tensor in call.outputs]

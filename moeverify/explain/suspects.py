@@ -137,13 +137,13 @@ def order_of(target: Target) -> int:
     return _LATER_KINDS.index(kind) + 1 if kind in _LATER_KINDS else 0
 
 
-def list_reached(joint: Joint, step: int) -> frozenset[str]:
+def list_reached(programs: Sequence[Program], step: int) -> frozenset[str]:
     """Return the parameters of which the backward pass of a step computes a gradient that is not zero.
 
     The derivative of an operator of two inputs has a gradient for each, so that none of its shape may be zero.
     """
     found: set[str] = set()
-    for program in joint.programs:
+    for program in programs:
         reached: dict[tuple[int, str], bool] = {}
         for op in program.ops:
             if (op.phase, op.step) != ("backward", step) or op.origin < 0:

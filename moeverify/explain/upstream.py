@@ -23,7 +23,7 @@ from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
 from moeverify.explain.sites import is_of_user
 from moeverify.explain.spectrum import Spectrum
-from moeverify.explain.user_lines import UserLines, make_origin
+from moeverify.explain.user_lines import UserLines, keep_different, make_origin
 from moeverify.results.checks import Kind
 from moeverify.results.culprit import Origin
 
@@ -109,9 +109,9 @@ class Upstream:
         is_step = self._joint.op(cause.ops[0]).phase == "step"
         options = self._lines.list_options(cause.ops[0][0]) if is_step else ()
         return (
-            _keep_different(options),
+            keep_different(options),
             self._spectrum.list_missing(cause),
-            _keep_different(self._list_definitions(cause.ops[0])),
+            keep_different(self._list_definitions(cause.ops[0])),
             self._list_entered(cause.ops[0]),
             self._list_received(cause.ops[0]) if defines else (),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
@@ -143,15 +143,12 @@ class Upstream:
         first = {(origin.line.file, origin.line.line): origin for origin in branches}
         for origin in itertools.chain(*sources):
             place = (origin.line.file, origin.line.line)
-            # Definitions of both sides say little beside other lines, except those of a wrong group.
-            is_seen = not is_group and origin.kind == "definition" and not origin.is_of_ranks
-            if origin.here is None:
-                is_seen = is_seen and bool(found or first)
-            else:
-                lines = (*found, *first)
-                is_seen = is_seen and any(
-                    place[0] == file and abs(place[1] - line) <= _NEAR for file, line in lines
-                )
+            # Definitions of both sides say little beside other lines, or near them if their values differ.
+            is_plain = not is_group and origin.kind == "definition" and not origin.is_of_ranks
+            is_seen = is_plain and any(
+                origin.here is None or (place[0] == file and abs(place[1] - line) <= _NEAR)
+                for file, line in (*found, *first)
+            )
             if place not in named and (place in first or not is_seen):
                 found.setdefault(place, origin)
             if len(found) == _MOST:
@@ -279,7 +276,7 @@ class Upstream:
         """Yield the collectives before an operation, in its step, whose results nothing uses."""
         joint, (rank, number) = self._joint, cause.ops[0]
         program = joint.programs[rank]
-        shown = {each.value for parts in program.marks.values() for each in parts}
+        shown = program.list_shown()
         for op in program.ops:
             is_before = op.step == program.ops[number].step and op.number < number
             if op.meeting is None or not (is_before and op.results):
@@ -296,24 +293,16 @@ class Upstream:
         """
         joint, rank = self._joint, cause.ops[0][0]
         program, step = joint.programs[rank], joint.op(cause.ops[0]).step
-        shown = {each.value for parts in program.marks.values() for each in parts}
-        for op in program.ops:
-            before = next(iter(op.refs()), -1) if op.short == "copy_" and op.step == step else -1
-            last = program.ops[program.values[before].op] if before >= 0 else op
-            sites = self._lines.sites((rank, op.number))
-            is_same = last is not op and (last.name, last.step, last.sites[:1]) == (
-                op.name,
-                step,
-                op.sites[:1],
-            )
-            is_read = any(user != (rank, op.number) for user in joint.users.get((rank, before), ()))
-            if (
-                sites
-                and is_same
-                and not is_read
-                and before not in shown
-                and program.values[before].is_floating
-            ):
+        shown = program.list_shown()
+        copies = (op for op in program.ops if op.short == "copy_" and op.step == step)
+        for op in copies:
+            before = program.values[next(iter(op.refs()))]
+            last = program.ops[before.op]
+            is_same = (last.name, last.step, last.sites[:1]) == (op.name, step, op.sites[:1])
+            if not (is_same and before.is_floating) or before.number in shown:
+                continue
+            is_read = any(user != (rank, op.number) for user in joint.users.get((rank, before.number), ()))
+            if not is_read and (sites := self._lines.sites((rank, op.number))):
                 yield make_origin("overwrites", sites)
 
     def _list_draws(self, first: At) -> Iterator[Origin]:
@@ -448,11 +437,6 @@ class Upstream:
         recorded = self._joint.op(first)
         if recorded.sites and (sites := self._lines.sites(first)):
             yield from self._lines.define(sites, is_of_tensors=not has_numbers(recorded))
-
-
-def _keep_different(definitions: Iterable[Origin]) -> Iterator[Origin]:
-    """Yield the definitions of values that one device does not have."""
-    return (each for each in definitions if each.here is not None)
 
 
 def _is_multiple(one: Known | None, two: Known | None, factor: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from moeverify.explain.definitions import Definitions
@@ -246,6 +246,11 @@ class UserLines:
     def _values(self) -> PythonValues:
         ranks = [program.names for program in self._joint.programs]
         return PythonValues(self._one.names, ranks, self._one.list_lines())
+
+
+def keep_different(definitions: Iterable[Origin]) -> Iterator[Origin]:
+    """Yield the definitions of values that one device does not have."""
+    return (each for each in definitions if each.here is not None)
 
 
 def make_origin(kind: OriginKind, sites: Sequence[Site], difference: Difference | None = None) -> Origin:

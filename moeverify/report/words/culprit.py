@@ -43,8 +43,8 @@ def list_culprit(culprit: Culprit) -> list[Row]:
     if culprit.mechanism in _KNOWN and culprit.results:
         return [*rows, ("seen in", operation)]
     if culprit.mechanism == "total" and culprit.results:
-        over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-        headline = f"{_name_first(culprit.results)} not reduced{over}: {operation}, takes each rank's part"
+        names = f"{_name_first(culprit.results)} not reduced{_name_over(culprit)}"
+        headline = f"{names}: {operation}, takes each rank's part"
     elif culprit.mechanism == "returned":
         headline = f"{', '.join(culprit.results)} returns another value than on one device"
         rows = [(_HERE, operation), *rows]
@@ -280,14 +280,20 @@ def _list_path(moves: tuple[Operation, ...]) -> list[Row]:
     return [(_VIA, ", then ".join(map(name_operation, moves)))] if moves else []
 
 
+def _name_over(culprit: Culprit) -> str:
+    """Return the mesh axes of a culprit as ` over tp and dp`, or an empty string."""
+    return f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+
+
 def _describe_total(culprit: Culprit) -> list[Row]:
-    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [(_HERE, f"its input is {_name_source(culprit.taken)}; the reduction{over} comes later or never")]
+    taken, over = _name_source(culprit.taken), _name_over(culprit)
+    return [(_HERE, f"its input is {taken}; the reduction{over} comes later or never")]
 
 
 def _describe_share(culprit: Culprit) -> list[Row]:
-    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
-    return [(_HERE, f"the reduction{over} that follows counts the added value once for each part")]
+    return [
+        (_HERE, f"the reduction{_name_over(culprit)} that follows counts the added value once for each part")
+    ]
 
 
 def _describe_whole(culprit: Culprit) -> list[Row]:
@@ -298,9 +304,9 @@ def _describe_whole(culprit: Culprit) -> list[Row]:
 def _describe_removed(culprit: Culprit) -> list[Row]:
     rows = [(_HERE, f"the ranks' parts add up wrongly: {_describe_sums(culprit)}")] if culprit.sums else []
     rows += [(_HERE, f"it takes {_name_source(culprit.taken)}, an earlier one")] if culprit.taken else []
-    over, names = " and ".join(culprit.axes), _name_first(culprit.results) if culprit.results else "a value"
-    verb = f"writes {names}, reduced over" if culprit.here.operator == "copy_" else "communicates over"
-    rows += [(_HERE, f"{verb} {over}")] if over else []
+    over, names = _name_over(culprit), _name_first(culprit.results) if culprit.results else "a value"
+    verb = f"writes {names}, reduced" if culprit.here.operator == "copy_" else "communicates"
+    rows += [(_HERE, f"{verb}{over}")] if over else []
     return [*rows, (_THERE, "the value that it takes goes on unchanged")]
 
 
@@ -379,7 +385,7 @@ def _describe_reduction(culprit: Culprit) -> list[Row]:
                 f"{names} is a wrong sum of the ranks' parts, which are right: {_describe_sums(culprit)}",
             )
         ]
-    over = f" over {' and '.join(culprit.axes)}" if culprit.axes else ""
+    over = _name_over(culprit)
     return [(_CAUSE, f"{names} is not reduced{over}: the values of these ranks add up to that of one device")]
 
 

@@ -82,16 +82,14 @@ def calibrate(
     noise: dict[str, float] = {}
     turned: dict[str, float] = {}
     choices = NearTieCounts()
-    is_own = recipe.precision != "float64" and recipe.step is not None
-    kinds = [False, True] if recipe.precision != "float64" and recipe.steps > 1 else [False]
-    for forced in kinds:
-        is_pushed = recipe.precision != "float64" and is_adaptive(recipe)
-        gradients = GradientNoise(reference) if is_pushed else None
+    is_narrow = recipe.precision != "float64"
+    for forced in [False, True] if is_narrow and recipe.steps > 1 else [False]:
+        gradients = GradientNoise(reference) if is_narrow and is_adaptive(recipe) else None
         runs: list[RewrittenGradients] = []
         shapes: dict[str, tuple[int, ...]] = {}
         for name, program in perturbed_programs(recipe, device):
             watches: list[Watch[Any]] = [] if gradients is None else [gradients]
-            runs += [RewrittenGradients(program)] if is_own else []
+            runs += [RewrittenGradients(program)] if is_narrow and recipe.step is not None else []
             watches += runs[-1:]
             measured = measure_noise(recipe, program, reference, checks, forced=forced, watches=watches)
             if name == "plain":

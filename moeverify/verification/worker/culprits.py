@@ -19,6 +19,7 @@ from moeverify.explain.fitting.diagnosis import is_apart, origin_step
 from moeverify.explain.fitting.failure import describe_failure
 from moeverify.explain.fitting.place import stage_of
 from moeverify.explain.program import Program
+from moeverify.explain.suspects import list_reached
 from moeverify.results.cause import Cause
 from moeverify.results.checks import CheckName
 from moeverify.results.culprit import Culprit
@@ -159,15 +160,15 @@ def find_culprits(
         explainer = _make_explainer(case, recorded, one)
         culprits = Culprits(explainer, list_degrees(case))
         places: Attributed = ()
+        reached = list_reached(recorded.programs, step)
         worth = share(found)
         for proves in (False, True) if worth < 1 else (True,):
             left = (end - time.monotonic()) * (worth if proves else 1.0)
             causes, failure = _explain(explainer, left, lambda first: tell(note(first)), proves=proves)
             traced = _trace(culprits, causes, note(causes))
             reduced = culprits.list_reduced_modules()
-            reached = culprits.list_reached(step)
-            found = replace(found, culprits=traced, places=places, reduced=reduced, reached=reached)
-            found = replace(found, failure=failure)
+            found = replace(found, culprits=traced, places=places, failure=failure)
+            found = replace(found, reduced=reduced, reached=reached)
             if failure or not (worth := share(found)):
                 break  # else the place refutes the name, or an execution may say more
             places = traced

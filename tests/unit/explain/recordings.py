@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moeverify.explain.joint import At
@@ -14,6 +16,16 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 
 MARK = (0, Kind.LOSS, "total")
+
+
+@contextmanager
+def a_group() -> Iterator[None]:
+    """Yield a default process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def make(*shape: int, seed: int = 0) -> Tensor:

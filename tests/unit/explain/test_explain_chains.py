@@ -163,4 +163,4 @@ def test_the_backward_pass_reaches_parameters_of_which_it_computes_a_gradient() 
         return loss.detach() + u.sum()
 
     inputs = {name: make(4).requires_grad_() for name in "wvu"}
-    assert list_reached(Joint([record_call(train, **inputs)]), 0) == {"w"}
+    assert list_reached([record_call(train, **inputs)], 0) == {"w"}

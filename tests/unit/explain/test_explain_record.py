@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from recordings import data_of, list_ops, make, record_call, result_of
+from recordings import a_group, data_of, list_ops, make, record_call, result_of
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
@@ -25,16 +24,6 @@ from moeverify.parallel.regions.region import Region
 from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.verification.collectives.interception import is_over
-
-
-@contextmanager
-def a_group() -> Iterator[None]:
-    """Yield a default process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def line_of(function: Callable[..., object], text: str) -> int:

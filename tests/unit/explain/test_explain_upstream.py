@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from generated import explain
-from recordings import make, record_call
+from recordings import a_group, make, record_call
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -84,13 +84,10 @@ def test_a_tensor_that_is_detached_cuts_its_gradient() -> None:
 def test_a_sharded_weight_that_is_detached_cuts_its_gradient() -> None:
     """Its local tensor, which operators take, has no gradient in any case."""
     recorder = Recorder()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
+    with a_group():
         weight = distribute_tensor(make(4, 4), init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
         with recorder.recording():
             weight.detach().sin()
-    finally:
-        dist.destroy_process_group()
     assert [read_expression(sites[0]) for _, _, sites in recorder.program.cuts] == ["weight.detach()"]
 
 
@@ -127,13 +124,9 @@ def test_a_collective_cuts_the_gradient_of_what_it_takes(
     call: Callable[[Tensor], Tensor], *, is_cut: bool
 ) -> None:
     recorder = Recorder()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    try:
-        x = make(4, 4).requires_grad_()
-        with recorder.recording():
-            call(x * 2.0)
-    finally:
-        dist.destroy_process_group()
+    x = make(4, 4).requires_grad_()
+    with a_group(), recorder.recording():
+        call(x * 2.0)
     assert len(recorder.program.cuts) == is_cut
 
 

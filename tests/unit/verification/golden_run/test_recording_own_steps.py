@@ -1,4 +1,4 @@
-"""The noise and the own results of a user's step on one device."""
+"""The noise and the own results of a user's model and step on one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moeverify.cases.validation.load import build_case
 from moeverify.results.checks import Kind
 from moeverify.train.assemble import assemble_single
 from moeverify.verification.checks.registry import choose_checks
-from moeverify.verification.golden.noise import noise_key, sign_flip_key
+from moeverify.verification.golden.noise import PERTURBED_RUNS, WIDEST, noise_key, sign_flip_key
 from moeverify.verification.golden.store import StoredGolden
 from moeverify.verification.golden_run.golden import list_own_results, make_golden
 from moeverify.verification.golden_run.noise import measure_noise
@@ -39,6 +39,23 @@ class Model(nn.Module):
         for norm in self.norms:
             x = x + torch.tanh(x) * norm
         return x @ self.embed.weight.T
+
+
+class Chooser(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.register_buffer("bias", torch.zeros(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens).flatten(0, 1)
+        # 1.0045 and 1.0055. In bfloat16 the numbers next to 1 are 2**-7 apart: 1.0078 and 1.0.
+        one = torch.ones(len(x), dtype=x.dtype)
+        scores = torch.stack([one + 0.0045, one + 0.0035 + 0.002], dim=1)
+        load = torch.bincount(scores.topk(1).indices.flatten(), minlength=2).to(self.bias.dtype)
+        with torch.no_grad():
+            self.bias.copy_(0.5 * (load.mean() - load).sign())
+        return (x @ self.embed.weight.T).unflatten(0, tokens.shape)
 
 
 def make():
@@ -93,16 +110,17 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def make_recipe(step: str, precision: Precision = "bfloat16", optimizer: str = "sgd") -> Recipe:
+def make_recipe(
+    step: str | None, precision: Precision = "bfloat16", optimizer: str = "sgd", factory: str = "make"
+) -> Recipe:
     recipe = {
         "name": "r",
-        "model": {"factory": "own_noise:make", "vocab_size": 16},
+        "model": {"factory": f"own_noise:{factory}", "vocab_size": 16},
         "data": {"batch": 4, "seq_len": 4},
         "optimizer": {"name": optimizer, "lr": 0.01},
         "precision": precision,
         "steps": 2,
-        "step": f"own_noise:{step}",
-    }
+    } | ({} if step is None else {"step": f"own_noise:{step}"})
     return build_case({"name": "c", "recipe": recipe, "layout": {"dp_replicate": 2}}).recipe
 
 
@@ -179,3 +197,15 @@ def test_rounding_hides_no_result_of_the_users_own_step() -> None:
         "norms.1",
         "norms.2",
     }
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_a_buffer_has_the_noise_of_choices_that_a_run_does_not_repeat(
+    precision: Precision, tmp_path: Path
+) -> None:
+    noise = make(make_recipe(None, precision, factory="Chooser"), tmp_path).noise
+    key = noise_key(0, Kind.BUFFER, "bias")
+    assert (noise[key] >= 1.0) == (precision == "bfloat16")
+    widest = noise.get(f"{WIDEST}{key}")
+    assert (widest == PERTURBED_RUNS.index("own choices")) == (precision == "bfloat16")
+    assert f"{WIDEST}{noise_key(0, Kind.GRADIENT, 'embed.weight')}" in noise

@@ -343,7 +343,6 @@ def test_an_error_of_the_search_costs_no_cause_that_was_proved_before(
         trace=lambda made, _: made.model_copy(update={"ranks": (3,)}),
         make_makers=dict,
         list_reduced_modules=frozenset,
-        list_reached=lambda step: frozenset(),
     )
     monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
     monkeypatch.setattr(culprits, "record_one_device", lambda *_: SimpleNamespace(is_complete=True))
@@ -427,13 +426,10 @@ def test_what_is_found_is_told_before_operators_are_compared(
         def make_makers(self) -> dict[str, Culprit]:
             return {"w": made[id(place)]}
 
-        def list_reached(self, step: int) -> frozenset[str]:
-            return frozenset()
-
         def list_reduced_modules(self) -> frozenset[str]:
             return frozenset({"down"})
 
-    one = SimpleNamespace(is_complete=True)
+    one = SimpleNamespace(is_complete=True, ops=[])
     made = {id(place): blame(proved=False), id(cause): blame()}
     monkeypatch.setattr(culprits, "single_rank_world", lambda device: nullcontext())
     monkeypatch.setattr(culprits, "record_one_device", lambda *_: one)
