@@ -110,6 +110,37 @@ def _list_partial(alignment: Alignment, values: Iterable[At]) -> list[At]:
     return [at for at, each in known if each is not None and each.over]
 
 
+_LINEAR = frozenset({"add", "sub", "mul", "div", "neg", "sum", "mean"})
+"""Operators that are linear in one operand if their other ones are numbers."""
+
+
+def find_first_linear(joint: Joint, at: At) -> At:
+    """Return the operator of user code that starts the linear computation of a value: its terms are of no such one.
+
+    A rank could take its share of the value there or at any operator after it.
+    """
+
+    def reads(op: At) -> list[At]:
+        taken = [each for each in joint.own_reads(op) if not is_of_masks(joint, each)]
+        is_sum = joint.op(op).short.rstrip("_") in ("add", "sub")
+        is_linear = joint.op(op).short.rstrip("_") in _LINEAR or is_passing(joint, op)
+        return taken if is_linear and (is_sum or len(taken) == 1) else []
+
+    linear = [op for op in walk_back(joint, [joint.maker(at)], reads, _LONGEST) if reads(op)]
+    starts = [op for op in linear if any(joint.maker(each) not in linear for each in reads(op))]
+    made = [op for op in starts or [joint.maker(at)] if joint.op(op).step >= 0 and joint.sites(op)]
+    return made[-1] if made else joint.maker(at)
+
+
+def find_whole(alignment: Alignment, op: At) -> At | None:
+    """Return the operator that made the value of one device that each rank adds whole to a collective, or None."""
+    joint = alignment.joint
+    taken = joint.own_reads(op) if joint.op(op).meeting is not None else []
+    known = alignment.find(taken[0]) if len(taken) == 1 else None
+    is_whole = known is not None and known.scale == 1.0 and not known.over
+    return find_first_linear(joint, taken[0]) if is_whole else None
+
+
 def list_chain(joint: Joint, values: Sequence[At]) -> list[At]:
     """Return the operators that moved values from where they were computed, the last one first."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeverify.explain.compare import is_rounding
-from moeverify.explain.cuts import fit_region, list_rows
+from moeverify.explain.cuts import fit_region
 from moeverify.explain.operators import NotExecutable, is_blank, run
 from moeverify.explain.program import READ, Op, Program
 
@@ -260,14 +260,6 @@ class Elements:
         counts = torch.bincount(places)
         found = counts.argsort(descending=True)[: int((counts > 0).sum())]
         return {self._roots[place]: int(counts[place]) / ids.numel() for place in found.tolist()}
-
-    def rows(self, ids: Tensor | None) -> tuple[int, ...]:
-        """Return the indices in dim 0 of elements that are some whole slices of one value, or an empty tuple."""
-        if ids is None or len(roots := self.roots(ids)) != 1:
-            return ()
-        (root,) = roots
-        index = ids[ids > 0] - self._bases[self._places[root]] - 1
-        return list_rows(index, self._one.values[root].shape)
 
     def pick(self, ids: Tensor) -> Tensor:
         """Return the values of elements, with 0 for padding. Same shape as `ids`, float64."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeverify.explain.align import Alignment
 from moeverify.explain.content import Elements
+from moeverify.explain.cuts import list_rows
 from moeverify.explain.joint import At
 from moeverify.explain.known import Key, list_keys
 from moeverify.explain.ordering import list_sources_first
@@ -123,6 +124,25 @@ class OneDevice:
             return torch.full_like(ids, -1)
         at = torch.searchsorted(values, ids.contiguous()).clamp(max=len(values) - 1)
         return torch.where((values[at] == ids) & (ids > 0), order[at], -1)
+
+    def list_rows(self, number: int, ids: Tensor | None) -> tuple[int, ...]:
+        """Return the first indices in dim 0 of elements that are some whole slices of a value, or empty.
+
+        The value is the last of which `number` is a view or part and that has all elements, or their own.
+        """
+        if ids is None:
+            return ()
+        moved, flat = [number], ids[ids > 0]
+        while moved[-1] not in (roots := self.roots(ids)):
+            taken = [each for each in self.program.op_of(moved[-1]).reads() if self.roots_of(each)]
+            if len(taken) != 1:
+                break
+            moved += taken
+        for each in (*moved, *roots[:1]):
+            places = self.find_places(each, flat)
+            if bool((places >= 0).all()) and (rows := list_rows(places, self.program.values[each].shape)):
+                return rows
+        return ()
 
     def roots(self, ids: Tensor) -> list[int]:
         """Return the values that computed the elements. Results are cached for each `ids` tensor."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from moeverify.cases.axes.groups import AND
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import (
+    find_first_linear,
+    find_whole,
     is_own_op,
     is_passing,
     list_chain,
@@ -229,6 +231,7 @@ class Culprits:
             maker = self._find_scaling(cause, at)
             found |= {"factor": cause.factor, "axes": self._name_factor(cause.factor, maker)}
             found["here"] = self._operation(maker)
+            found["made"] = self._find_whole(maker)
         elif found["taken"] is not None:
             found["axes"] = found["taken"].over
             if cause.known == "moved":
@@ -238,6 +241,11 @@ class Culprits:
         if cause.known == "reduction" and not (cause.sums or found.get("axes")):
             found["axes"] = self.name_over(tuple(target.values.values()))  # replicas that add up
         return found
+
+    def _find_whole(self, op: At) -> Operation | None:
+        """Return the operation that made the value that each rank adds whole to a collective's sum, or None."""
+        made = find_whole(self._alignment, op)
+        return None if made is None else self._operation(made)
 
     def _find_original(self, target: Target, at: At) -> str:
         """Return the right result of the same kind that has the elements of a moved result, or an empty string."""
@@ -358,8 +366,9 @@ class Culprits:
             found["right"] = self._source((first[0], number))
             found["numbers"] = ((str(name), ""),)
         elif edit.kind == "share":
-            known = [self._alignment.find(at) for at in self._joint.own_reads(first)]
-            found["axes"] = self.name_over([part for each in known if each is not None for part in each.over])
+            parts = map(self._alignment.list_parts, self._joint.own_reads(first))
+            found["axes"] = self.name_over([each for part in parts for each in part])
+            found["made"] = self._operation(find_first_linear(self._joint, taken))
         elif edit.kind in ("operand", "whole") and other is not None:
             pair = find_pair(op, other, edit.place)
             if pair is not None:
@@ -397,6 +406,7 @@ class Culprits:
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
         """Return the operator that introduces a factor, or the other number that it takes on one device."""
         found = {"here": self._operation(maker), "operand": -1, "taken": None, "others": ()}
+        found["made"] = self._find_whole(maker)
         other = find_alike(self._alignment, self._one, maker)
         if other is not None:
             numbers = list_differences(self._joint.op(maker), other)
@@ -427,8 +437,9 @@ class Culprits:
             found |= {"there": describe_op(self._one.program, self._one.reader(theirs)), "others": ()}
         found |= {"taken": self._source(taken), "right": describe_value(self._one.program, theirs)}
         known = self._alignment.find(taken)
-        mine = self._one.elements.rows(None if known is None else known.ids)
-        right = self._one.elements.rows(self._one.ids(theirs))
+        mine = self._one.list_rows(theirs, None if known is None else known.ids)
+        own = self._one.roots_of(theirs)
+        right = self._one.list_rows(theirs, self._one.elements.find(wanted, lambda root: root not in own))
         if found["taken"] is not None and mine and right and set(mine).isdisjoint(right):
             for place, rows in (("taken", mine), ("right", right)):
                 found[place] = found[place].model_copy(update={"rows": rows[:_MOST_OTHERS]})

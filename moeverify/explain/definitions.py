@@ -140,6 +140,9 @@ class Definitions:
             compares=not is_group,
             has_objects=has_objects or is_group,
         )
+        if of_conditions:  # any other value decides otherwise
+            others = self._walk(conditions, False, _NAMES, self._values, has_objects=has_objects)
+            found = {each.site: each.difference for each in others if each.difference is not None}
         return found or self._follow(conditions, plain=_NAMES * of_conditions, has_objects=has_objects)
 
     def find_differences(self, file: str, line: int) -> dict[Site, Difference]:

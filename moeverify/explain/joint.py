@@ -197,12 +197,14 @@ class Execution:
         """Return the data of a value under the changes."""
         return self._data[at] if at in self._data else self._joint.data(at)
 
-    def has_other_choices(self) -> bool:
+    def has_other_choices(self, before: Sequence[At] = ()) -> bool:
         """Return whether integers have changed, in which case the recorded program may no longer apply.
 
-        For example, split sizes are Python numbers computed from counts that the program has read.
+        For example, split sizes are Python numbers computed from counts that the program has read. Only choices
+        `before` the last of some values count, if these are given.
         """
-        return self.first_choice() is not None
+        choice, places = self.first_choice(), [self._joint.place(self._joint.maker(at)) for at in before]
+        return choice is not None and (not places or self._joint.place(choice) < max(places))
 
     def first_choice(self) -> At | None:
         """Return the first operator, in program order, with integer results that changed."""

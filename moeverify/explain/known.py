@@ -349,6 +349,19 @@ class KnownValues:
                     multiple = replace(known, over=parts)
         return multiple
 
+    def list_parts(self, at: At) -> tuple[At, ...]:
+        """Return the values that add up to elements of one device with this one; none if it is right by itself.
+
+        A part of a sum may have zeros where only other ranks have terms. Alone, it has right elements and padding.
+        """
+        known = self.find(at)
+        if known is None or known.over or known.ids is None or not bool((known.ids == 0).any()):
+            return known.over if known is not None else ()
+        total = self._look_up_sum(at, self.joint.op(self.joint.maker(at)))
+        if total is None or total.ids is None or total.scale != known.scale:
+            return ()
+        return total.over if int(total.ids.count_nonzero()) > int(known.ids.count_nonzero()) else ()
+
     def _follow_each_other(self, parts: Sequence[At]) -> bool:
         """Return whether one of these values is computed from another one of its rank, unlike micro-batches."""
         ends = list(dict(sorted(parts)).items())

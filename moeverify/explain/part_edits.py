@@ -45,13 +45,11 @@ def _list_shares(alignment: Alignment, ops: Sequence[At]) -> Iterator[Edit]:
         changes = Changes()
         for at in ops:
             numbers = list(joint.op(at).reads())
-            known = {number: alignment.find((at[0], number)) for number in numbers}
-            parts = [each.over for each in known.values() if each is not None and each.over]
+            over = {number: alignment.list_parts((at[0], number)) for number in numbers}
+            parts = [each for each in over.values() if each]
             mine = numbers[place] if place < len(numbers) else -1
             data = alignment.data((at[0], mine)) if mine >= 0 else None
-            if parts and data is not None and alignment.tells((at[0], mine)):
-                here = known[mine]
-                if here is None or not here.over:
-                    changes.values[at[0], mine] = data / len({rank for rank, _ in parts[0]})
+            if parts and data is not None and alignment.tells((at[0], mine)) and not over[mine]:
+                changes.values[at[0], mine] = data / len({rank for rank, _ in parts[0]})
         if changes.values:
             yield Edit("share", tuple(ops), changes, {}, (place,))

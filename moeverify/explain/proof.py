@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from moeverify.explain.align import Alignment
@@ -92,7 +95,8 @@ class Proof:
                 return None
             marks = []  # operators after other choices cannot be executed
         after = self._joint.execute(edit.changes, None, state)
-        if self.breaks(after) or not self._fits(edit, target, after):
+        fits = self._fits(edit, target, after) and not self.breaks(after)
+        if not fits or self._is_arbitrary(edit, target, marks, after, state):
             return None
         if self.is_repaired(target, after) and not self._is_of_signs(edit, target, after):
             return after
@@ -103,6 +107,27 @@ class Proof:
         advances = self._advances(edit, after if edit.kind == "block" else done, state)
         decides = edit.kind == "created" and self._decides_right(after)
         return after if (marks and is_open) or advances or decides else None
+
+    def _is_arbitrary(
+        self, edit: Edit, target: Target, marks: Sequence[At], after: Execution, state: Execution
+    ) -> bool:
+        """Return whether other values in the same elements repair as much as those that an edit inserts.
+
+        Such as any maximum in a softmax, which cancels. Then no value of this place is wrong. Choices, such as of
+        experts, are the same for many values, and do not tell.
+        """
+        values = _distort({at: data for at, data in edit.changes.values.items() if data.is_floating_point()})
+        before = [
+            at for at in target.values.values() if measure_target(state.data(at), target, at[0]) < math.inf
+        ]
+        shown = list(target.values.values()) if self.is_repaired(target, after) else list(marks)
+        if not values or not shown or len(before) < len(target.values) or after.has_other_choices(shown):
+            return False
+        changes = replace(edit.changes, values=edit.changes.values | values)
+        again = self._joint.execute(changes, shown, state)
+        if shown == list(marks):
+            return all(self._is_end_right(at, again) for at in marks)
+        return self.is_repaired(target, again)
 
     def _is_of_signs(self, edit: Edit, target: Target, after: Execution) -> bool:
         """Return whether other choices of experts may repair a buffer by chance, such as biases moved by signs."""
@@ -278,6 +303,14 @@ class Proof:
             if at in state.tainted or not error <= min(TOLERANCE, _LEFT * before):
                 return False
         return True
+
+
+def _distort(values: Mapping[At, Tensor]) -> dict[At, Tensor]:
+    """Return other finite numbers, equal ones for equal ones, that are no linear function of the right ones."""
+    largest = max((float(data[data.isfinite()].abs().sum()) for data in values.values()), default=0.0)
+    return {
+        at: torch.where(data.isfinite(), data + data.abs() + largest, data) for at, data in values.items()
+    }
 
 
 def _has_shape(data: Tensor | None, value: Value) -> bool:

@@ -21,7 +21,7 @@ from moeverify.explain.operators import is_draw
 from moeverify.explain.peers import RING
 from moeverify.explain.program import Op
 from moeverify.explain.scaling import Scaling
-from moeverify.explain.sites import is_of_user
+from moeverify.explain.sites import find_line, is_of_user
 from moeverify.explain.spectrum import Spectrum
 from moeverify.explain.user_lines import UserLines, keep_different, make_origin
 from moeverify.results.checks import Kind
@@ -101,7 +101,8 @@ class Upstream:
             self._spectrum.list_missing(cause) if cause.known in ("reduction", "scale") else (),
         )
         branches = self._branches.list_nearest(cause)
-        found = self._choose(named, *(() if cause.sums else sources), branches=branches)
+        conditions = self._list_conditions(branches)
+        found = self._choose(named, *(() if cause.sums else (*sources, conditions)), branches=branches)
         return found or self._choose(named, *self._list_fallbacks(cause, defines=defines))
 
     def _list_fallbacks(self, cause: OperatorCause, *, defines: bool) -> tuple[Iterable[Origin], ...]:
@@ -116,6 +117,13 @@ class Upstream:
             self._list_received(cause.ops[0]) if defines else (),
             self._list_made(cause.ops[0][0], [cause.targets[0].mark[2]]) if defines or cause.known else (),
         )
+
+    def _list_conditions(self, branches: Sequence[Origin]) -> Iterator[Origin]:
+        """Yield the nearest definition of another value than on one device for which ranks run parallel code."""
+        for each in (branch for branch in branches if branch.kind == "parallel"):
+            site = find_line(*self._lines.place_of(each.line))
+            found = keep_different(self._lines.define((site,), of_conditions=True))
+            yield from (each.model_copy(update={"kind": "condition"}) for each in itertools.islice(found, 1))
 
     def _list_by_kind(self, cause: OperatorCause, kind: str) -> Iterator[Origin]:
         """Yield the lines that make a wrong first value, run a needless operation, or take shared memory."""

@@ -121,7 +121,7 @@ def list_source(culprit: Culprit) -> list[str]:
     Where only the place of the mistake is known, the lines around the call of the function are there, too.
     """
     caller = culprit.here.callers[0] if culprit.mechanism == "place" and culprit.here.callers else None
-    made = culprit.made if culprit.mechanism == "operand" else None
+    made = culprit.made if culprit.mechanism in ("operand", "share", "scale") else None
     there = culprit.there
     own = culprit.lone_line
     sites = [
@@ -291,9 +291,13 @@ def _describe_total(culprit: Culprit) -> list[Row]:
 
 
 def _describe_share(culprit: Culprit) -> list[Row]:
-    return [
-        (_HERE, f"the reduction{_name_over(culprit)} that follows counts the added value once for each part")
-    ]
+    follows = f"the reduction{_name_over(culprit)} that follows counts it once for each part"
+    return [(_HERE, f"{_name_operand(culprit)} whole{_name_made(culprit)}; {follows}")]
+
+
+def _name_made(culprit: Culprit) -> str:
+    """Return the operation that made a value as `, made by ...`, or an empty string."""
+    return f", made by {name_operation(culprit.made)}" if culprit.made is not None else ""
 
 
 def _describe_whole(culprit: Culprit) -> list[Row]:
@@ -373,7 +377,8 @@ def _describe_scale(culprit: Culprit) -> list[Row]:
     factor = f"is {number}{names} times that of one device"
     if culprit.results:
         return [(_CAUSE, f"{', '.join(culprit.results)} {factor}")]
-    return [(_HERE, f"its result {factor}")]
+    whole = [(_HERE, f"each rank adds the whole value{_name_made(culprit)}")] if culprit.made else []
+    return [(_HERE, f"its result {factor}"), *whole]
 
 
 def _describe_reduction(culprit: Culprit) -> list[Row]:

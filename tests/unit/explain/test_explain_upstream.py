@@ -394,3 +394,21 @@ def test_a_number_that_a_call_passes_on_is_followed_to_its_definition() -> None:
 
     culprit, *_ = explain_call(run, 5, 4)
     assert [each.line.expression for each in culprit.origins][:1] == ["1.25 / heads"]
+
+
+def test_a_number_that_decides_whether_parallel_code_runs_is_named() -> None:
+    def refresh(x: Tensor) -> Tensor:
+        return x.cos()
+
+    def run(x: Tensor, batches: int) -> Tensor:
+        made = x.sin()
+        count = 1
+        count += batches
+        if count % 2 == 0:
+            made = refresh(x)
+
+        return made * 2.0
+
+    culprit, *_ = explain_call(run, 1, 2)
+    (found,) = [each for each in culprit.origins if each.kind == "condition"]
+    assert (found.line.expression, found.here, found.there) == ("count += batches", "2", "3")

@@ -71,8 +71,13 @@ CASES: dict[Mechanism, tuple[dict[str, Any], list[tuple[str, str]]]] = {
         ],
     ),
     "share": (
-        {"axes": ("tp",)},
-        [("here", "the reduction over tp that follows counts the added value once for each part")],
+        {"axes": ("tp",), "operand": 0, "made": MADE.operation},
+        [
+            (
+                "here",
+                f"input 1 is whole, made by {X_B}; the reduction over tp that follows counts it once for each part",
+            )
+        ],
     ),
     "whole": (
         {"right": WEIGHT, "there": THERE},

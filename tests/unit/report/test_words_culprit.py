@@ -200,6 +200,14 @@ def test_a_factor_that_is_only_measured_has_more_digits(factor: float, number: s
     assert ("here", f"its result is {number} times that of one device") in rows
 
 
+def test_a_sum_of_whole_values_names_the_line_that_makes_them() -> None:
+    rows = list_culprit(make("scale", factor=2.0, axes=("tp",), made=THERE))
+    assert [text for label, text in rows if label == "here"] == [
+        "its result is exactly 2 (tp) times that of one device",
+        f"each rank adds the whole value, made by {X_B}",
+    ]
+
+
 def test_parts_that_a_step_takes_are_named_in_the_headline() -> None:
     culprit = make("total", axes=("tp",), taken=WEIGHT, results=("gradient/a",))
     title = "gradient/a not reduced over tp: `x * 0.9` (mul), mine/ffn.py:12 in forward, ranks 0, 1, takes"
