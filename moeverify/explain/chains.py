@@ -55,6 +55,12 @@ def is_passing(joint: Joint, op: At) -> bool:
     return not values if recorded.short.rstrip("_") != "mul" else len(values) < len(list(recorded.reads()))
 
 
+def may_scale(joint: Joint, op: At) -> bool:
+    """Return whether an operator may introduce a factor: it does more than move, or takes integers alone."""
+    taken = joint.own_reads(op)
+    return not is_passing(joint, op) or (bool(taken) and all(is_of_masks(joint, each) for each in taken))
+
+
 def is_of_masks(joint: Joint, at: At, depth: int = _MASK_DEPTH) -> bool:
     """Return whether a value is an integer, a mask or a constant, or is computed only from these."""
     if not joint.value(at).is_floating:

@@ -15,9 +15,9 @@ from moeverify.explain.chains import (
     find_first_linear,
     find_whole,
     is_own_op,
-    is_passing,
     list_chain,
     list_reduced_modules,
+    may_scale,
     skip_moves,
     skip_sums,
 )
@@ -257,8 +257,7 @@ class Culprits:
     def _find_stale(self, op: At, edit: Edit) -> SourceValue | None:
         """Return a value of an earlier step that an operator takes and that its removal leaves out, or None."""
         taken = [at for at in self._joint.own_reads(op) if self._joint.value(at).is_floating]
-        kept = edit.place[0] if edit.place else 0
-        found = [self._source(at) for place, at in enumerate(taken) if place != kept]
+        found = [self._source(at) for place, at in enumerate(taken) if place != (edit.place or (0,))[0]]
         return next(
             (each for each in found if each is not None and 0 <= each.step < self._joint.op(op).step), None
         )
@@ -374,7 +373,7 @@ class Culprits:
             if pair is not None:
                 # A part of a value may be a multiple of the value of another place.
                 factor, maker = self._origins.trace_scale(taken)
-                is_scaled = factor != 1.0 and not is_passing(self._joint, maker)
+                is_scaled = factor != 1.0 and may_scale(self._joint, maker)
                 if edit.kind == "operand" and is_scaled and self._origins.is_made_of(pair.theirs, taken):
                     found |= self._describe_scale(factor, maker)
                 else:
@@ -397,22 +396,23 @@ class Culprits:
             place = int(right.abs().argmax())
             factor = float(data.flatten()[place] / right.flatten()[place])
         source = self._source(taken)
-        if source is None or not is_passing(self._joint, maker):
+        if source is None or may_scale(self._joint, maker):
             return self._describe_scale(factor, maker)
         unscaled = source.model_copy(update={"scale": 1.0})
-        place = _find_place(self._joint.op(first), taken[1])
-        return {"mechanism": "operand", "operand": place, "taken": source, "right": unscaled, "others": ()}
+        found = {"operand": _find_place(self._joint.op(first), taken[1]), "taken": source, "right": unscaled}
+        return found | {"mechanism": "operand", "others": ()}
 
     def _describe_scale(self, factor: float, maker: At) -> dict[str, Any]:
         """Return the operator that introduces a factor, or the other number that it takes on one device."""
-        found = {"here": self._operation(maker), "operand": -1, "taken": None, "others": ()}
-        found["made"] = self._find_whole(maker)
+        own = {"here": self._operation(maker), "made": self._find_whole(maker)}
+        found = own | {"operand": -1, "taken": None, "others": ()}
         other = find_alike(self._alignment, self._one, maker)
         if other is not None:
             numbers = list_differences(self._joint.op(maker), other)
             there = describe_op(self._one.program, other)
             return found | {"mechanism": "number", "numbers": numbers, "there": there, "axes": ()}
-        return found | {"mechanism": "scale", "factor": factor, "axes": self._name_factor(factor, maker)}
+        scale = {"mechanism": "scale", "factor": factor, "there": None}
+        return found | scale | {"axes": self._name_factor(factor, maker)}
 
     def _describe_returned(self, maker: At, other: Op) -> dict[str, Any]:
         """Return fields for a module that returns another value than on the single device."""

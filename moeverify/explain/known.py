@@ -89,7 +89,8 @@ class KnownValues:
         # Number the places of the program. Here a place is a function; the line within it is ignored.
         self._places = {at: place for place, group in enumerate(self._by_loose_key.values()) for at in group}
         self._one_by_key: dict[Key, set[int]] = {}
-        for number, key in list_keys(one).items():
+        self._one_keys = list_keys(one)
+        for number, key in self._one_keys.items():
             self._one_by_key.setdefault(key, set()).add(number)
         self._groups = _list_groups(joint)
 
@@ -187,6 +188,10 @@ class KnownValues:
     def list_counterparts(self, at: At) -> list[int]:
         """Return the single-device values of the same place of the program."""
         return sorted(self._one_by_key.get(self.key(at), ()))
+
+    def list_placed(self, number: int, rank: int) -> list[At]:
+        """Return the values of a rank at the place of the program that computes a single-device value."""
+        return [at for at in self._by_key.get(self._one_keys[number], ()) if at[0] == rank]
 
     def siblings(self, at: At) -> list[At]:
         """Return the values of all ranks and micro-batches that the same place of the program computes."""

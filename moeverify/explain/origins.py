@@ -31,6 +31,8 @@ _MOST_BEFORE_SUM = 32
 """Maximum number of operators between parts of a sum and a factor of them."""
 _MOST_TIMES = 4
 """Maximum number of times that a line multiplies a value before it is judged."""
+_MOST_OPERANDS = 4
+"""Maximum number of operands of an operator that have their factor from one value."""
 _FEW = 0.1
 """Maximum fraction of zeros among numbers that an operator sets to zero."""
 
@@ -122,11 +124,11 @@ class Origins:
 
     def _trace_scale(self, taken: At, known: Known) -> tuple[float, At]:
         path = [(taken, known.scale)]
-        while (before := self._find_scaled(self._joint.maker(path[-1][0]), path[-1][1])) is not None:
-            path.append(before)
+        self._follow_scaled(path, 1)
         part = self._find_scaled_part(taken, *path[-1])
         if part is not None:
             return part
+        self._follow_scaled(path, _MOST_OPERANDS)
         for at, own in reversed(path):
             carried = self._alignment.find(at)
             is_part = bool(known.over) or (carried is not None and bool(carried.over))
@@ -214,8 +216,20 @@ class Origins:
         is_right_now = found is not None and math.isclose(found.scale, 1.0)
         return is_right_now and not self._breaks(self._joint.execute(changes))
 
-    def _find_scaled(self, maker: At, factor: float) -> tuple[At, float] | None:
-        """Return the only operand of an operator that is a multiple of a right value, and its factor.
+    def _follow_scaled(self, path: list[tuple[At, float]], most: int) -> None:
+        """Add the operands from which the last value of a path has its factor, and their factors.
+
+        At most `most` operands of an operator may have one factor, as from one value. The first one is followed.
+        """
+        while True:
+            scaled = self._list_scaled(self._joint.maker(path[-1][0]), path[-1][1])
+            is_one = all(math.isclose(scale, scaled[0][1], rel_tol=1e-9) for _, scale in scaled)
+            if not (1 <= len(scaled) <= most and is_one):
+                return
+            path.append(min(scaled, key=lambda each: self._joint.place(self._joint.maker(each[0]))))
+
+    def _list_scaled(self, maker: At, factor: float) -> list[tuple[At, float]]:
+        """Return the operands of an operator that are multiples of right values, and their factors.
 
         `factor` is the factor of the result.
         """
@@ -238,7 +252,7 @@ class Origins:
                 for at in reads
                 if self._alignment.find(at) is None and self._joint.value(at).is_floating
             ]
-        return scaled[0] if len(scaled) == 1 else None
+        return scaled
 
     def _compare_at_place(self, at: At) -> float:
         """Return the factor of a value, which says too little to be known, to the only one of its place; else 1."""

@@ -13,6 +13,7 @@ from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
 from moeverify.explain.chains import is_passing, list_chain, list_of_step, multiplies, skip_moves, walk_back
+from moeverify.explain.copies import list_copies
 from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import At
@@ -86,6 +87,7 @@ class Upstream:
             self._list_by_kind(cause, kind),
             self._list_definitions(cause.ops[0]) if kind == "number" else (),
             self._list_definitions(scaler) if scaler and multiplies(self._joint, scaler) else (),
+            self._list_copied(cause),
             self._list_lost(cause, lacks),
             self._list_cuts(cause),
             self._list_repeated(cause),
@@ -187,6 +189,11 @@ class Upstream:
         for label in labels:
             if (op := self._lines.makers.get((rank, label))) is not None:
                 yield from self._describe_made(op)
+
+    def _list_copied(self, cause: OperatorCause) -> Iterator[Origin]:
+        """Yield the lines that made copies of a parameter, which operators use in its place."""
+        for op in list_copies(self._alignment, cause.ops[0][0], cause.targets[0].mark):
+            yield from self._describe_made(op)
 
     def _list_received(self, first: At) -> Iterator[Origin]:
         """Yield the collectives whose results an operation takes directly."""

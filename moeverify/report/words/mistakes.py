@@ -43,8 +43,14 @@ def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
     actual, expected = map(_format_shape, (operation.actual, operation.expected))
     sizes = f"the shape {actual} under this layout, {expected} on one device"
     first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
+    has = "has" if count == 1 else "have"
     if operation.dim is None:
-        return f"{names} {'has' if count == 1 else 'have'} {sizes}{first}"
+        pairs = list(zip(operation.actual, operation.expected, strict=False))
+        is_part = len(operation.actual) == len(operation.expected) and all(
+            here <= there for here, there in pairs
+        )
+        values = "values that no block of the tensor on one device has: " if is_part else ""
+        return f"{names} {has} {values}{sizes}{first}"
     over = f" over {name_products(operation.axes)}" if operation.axes else ""
     placed = f"placed as parts along dim {operation.dim}{over}, but every rank holds the size of the whole"
     return f"{names} {'is' if count == 1 else 'are'} {placed}: {sizes}{first}"

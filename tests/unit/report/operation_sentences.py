@@ -35,4 +35,10 @@ OPERATIONS = [
         "2 parameters have the shape (4, 7) under this layout, (4, 5) on one device (one.bias)",
         "",
     ),
+    (
+        explain(Cause.LAYOUT, Quantity.INITIAL_VALUE, Misplaced(expected=(4, 6), actual=(4, 3))),
+        "w has values that no block of the tensor on one device has: the shape (4, 3) under this "
+        "layout, (4, 6) on one device",
+        "",
+    ),
 ]
