@@ -18,7 +18,7 @@ def groups_of(name: str, model: Dunlin) -> tuple[Group, ...]:
     if topo.mode == "norm-experts" and is_expert(name):
         return tuple(group for dim, group in cuts(name, topo).items() if dim)  # plant: norm-experts
     if topo.mode == "norm-copies" and topo.tp.size > 1:
-        return tuple({*cuts(name, topo).values(), topo.tp})  # plant: norm-copies
+        return tuple(dict.fromkeys([*cuts(name, topo).values(), topo.tp]))  # plant: norm-copies
     return tuple(cuts(name, topo).values())  # anchor: norm-groups
 
 

@@ -91,9 +91,10 @@ class ZeroBelief:
         mean = bucket.mean / (1 - conf.beta1**self.count)
         spread = bucket.belief / (1 - conf.beta2**self.count)
         step = mean / (spread.sqrt() + 1e-6)
+        decay = bucket.decay  # anchor: zero-decay
         if mode == "zero-decay":
-            return step + conf.decay * bucket.master * float(bucket.master.dim() > 1)  # plant: zero-decay
-        return step + conf.decay * bucket.decay * bucket.master  # anchor: zero-decay
+            decay = float(bucket.master.dim() > 1)  # plant: zero-decay
+        return min(1.0, self.count / conf.warmup) * (step + conf.decay * decay * bucket.master)
 
     @torch.no_grad()
     def finish(self, limit: float, rate: float) -> tuple[Tensor, Tensor]:
@@ -102,9 +103,8 @@ class ZeroBelief:
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         if topo.mode != "zero-count":
             self.count += 1  # anchor: zero-count
-        warm = min(1.0, self.count / self.model.config.update.warmup)
         for bucket in self.buckets:
-            step = warm * self.update(bucket, factor)
+            step = self.update(bucket, factor)
             for weight, value in zip(bucket.weights, bucket.gather(step), strict=True):
                 weight.grad = value.clone()
             if topo.mode != "zero-master":
