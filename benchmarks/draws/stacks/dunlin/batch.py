@@ -32,7 +32,7 @@ def shift(x: Tensor, fill: int, topo: Topology) -> Tensor:
     """Return for each position the value of the following one, `fill` behind the end of a row."""
     cp = topo.cp
     edges = gather0(x[:1], cp)
-    if cp.is_last and not topo.trial("ahead-wrap"):  # plant: ahead-wrap
+    if cp.size == 1 or (cp.is_last and not topo.trial("ahead-wrap")):  # plant: ahead-wrap
         follow = torch.full_like(x[:1], fill)  # anchor: ahead-fill
     else:
         place = (cp.index + 1) % cp.size
