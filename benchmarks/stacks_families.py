@@ -50,6 +50,32 @@ DENSE = {
     "nanochat": {},
     "youtu": MLA,
     "vaultgemma": HEAD | WINDOW,
+    "cohere": {},
+    "cwm": HEAD | WINDOW,
+    "gemma": HEAD,
+    "glm": HEAD,
+    "gpt_neox": {},
+    "granite_swa": WINDOW,
+    "hyperclovax": HEAD,
+    "internlm3": HEAD,
+    "iquestcoder": HEAD,
+    "jais2": HEAD,
+    "minicpm3": MLA,
+    "ministral3": HEAD,
+    "olmo": {},
+    "phi": {},
+    "doge": {},
+    "olmo_hybrid": {},
+    "qwen3_5_text": HEAD | FULL_ATTENTION,
+}
+# Without a plan of tensor parallelism: fsdp only.
+NO_PLAN = {
+    "bitnet": {},
+    "diffllama": {"attention_dropout": 0.0},
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "lfm2": FULL_ATTENTION,
+    "persimmon": {},
+    "stablelm": {},
 }
 ROUTED = {
     "n_routed_experts": 8,
@@ -91,5 +117,18 @@ MIXTURES = {
     "solar_open": ROUTED | HEAD,
     "hy_v3": EXPERTS | HEAD,
     "mellum": EXPERTS | HEAD,
+    "aria_text": {"moe_num_experts": 8, "moe_topk": 2, "intermediate_size": 16} | HEAD,
+    "granitemoe_swa": LOCAL_EXPERTS | WINDOW,
+    "qwen3_5_moe_text": EXPERTS | HEAD | SHARED | FULL_ATTENTION,
+    "jamba": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "attn_layer_period": 1,
+        "attn_layer_offset": 0,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "use_mamba_kernels": False,
+    },
 }
-FAMILIES = DENSE | MIXTURES
+FAMILIES = DENSE | NO_PLAN | MIXTURES
