@@ -287,7 +287,7 @@ def describe_releases(releases):
         "",
         "## Releases of transformers",
         "",
-        "OLMoE with `batched_mm`, 2 ranks, two ways to ask for experts.",
+        "OLMoE, `batched_mm`, 2 ranks, two ways to ask for experts.",
     ]
     lines += ["", f"| release | {' | '.join(RELEASE_MODES)} |", "|---" * (len(RELEASE_MODES) + 1) + "|"]
     for release, cases in releases.items():
@@ -339,9 +339,9 @@ def make_page(command, examples, sweep, modes, releases, narrow):
     lines = [
         "# Frameworks",
         "",
-        "The parallel code of other frameworks on tiny models, verified from case files without any code. CPUs,",
-        "gloo, AdamW with a clip that binds, two steps in the examples and one in the sweep. `accumulation` is 2",
-        "micro-batches. Experts are `eager` unless a mode names another implementation. The precision is float64,",
+        "The parallel code of other frameworks on tiny models, verified from case files alone. CPUs,",
+        "gloo, AdamW, a clip that binds, two steps in the examples, one in the sweep. `accumulation` is 2",
+        "micro-batches. Experts are `eager` unless a mode names others. The precision is float64,",
         "except for DeepSpeed, Megatron, the cp of picotron, `grouped_mm`, and FSDP with experts of transformers,",
         "which use float32. `make stacks` makes this page.",
         "",
@@ -351,7 +351,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "",
         "A `declared` case differs as its file says, mostly by a bug in [examples/found](../../examples/found).",
         "",
-        "| Release | Cases, with the number of compared tensors | Verdict |",
+        "| Release | Cases, compared tensors | Verdict |",
         "|---|---|---|",
     ]
     rows = {}
@@ -363,7 +363,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         release = f"{framework} {case['versions'][framework]}"
         rows.setdefault((release, verdict), []).append(f"{Path(case['file']).stem} {count_tensors(case)}")
     lines += [f"| {release} | {', '.join(cases)} | {verdict} |" for (release, verdict), cases in rows.items()]
-    lines += ["", "## Families of transformers", "", f"Notes are about {NEWEST.replace('-', ' ')}.", ""]
+    lines += ["", f"## Families of {NEWEST.replace('-', ' ')}", ""]
     notes = {}
     lines += describe_sweep(sweep, modes, KNOWN, notes)
     if narrow:
@@ -421,11 +421,9 @@ def describe_narrow(cases, notes):
     limits = [limits for case in cases if (limits := find_limits(case))]
     medians = [median for median, _, _ in limits]
     undecided, compared = (sum(each[place] for each in limits) for place in (1, 2))
-    told = f"{undecided} of {compared} gradients are undecided; for the others, the smallest error that is"
+    told = f"{undecided} of {compared} gradients are undecided; for the others, the smallest seen error"
     return (
-        [*lines, "", f"{told} seen has a median of {min(medians):.0%} to {max(medians):.0%}."]
-        if limits
-        else lines
+        [*lines, "", f"{told} has a median of {min(medians):.0%} to {max(medians):.0%}."] if limits else lines
     )
 
 

@@ -76,6 +76,12 @@ NO_PLAN = {
     "lfm2": FULL_ATTENTION,
     "persimmon": {},
     "stablelm": {},
+    "bloom": {},
+    "gpt_neox_japanese": {"attention_dropout": 0.0},
+    "jetmoe": HEAD | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "lfm3": HEAD | WINDOW,
+    "modernbert-decoder": WINDOW,
+    "opt": {"dropout": 0.0, "ffn_dim": 64, "word_embed_proj_dim": 32},
 }
 ROUTED = {
     "n_routed_experts": 8,
@@ -130,5 +136,8 @@ MIXTURES = {
         "expert_layer_offset": 1,
         "use_mamba_kernels": False,
     },
+    "beam": EXPERTS | HEAD | WINDOW,
+    "flint": EXPERTS | HEAD | WINDOW | SHARED,
+    "kolibri1": EXPERTS | HEAD | WINDOW | SHARED,
 }
 FAMILIES = DENSE | NO_PLAN | MIXTURES

@@ -61,9 +61,8 @@ OTHER_RANKS = KnownBug(
     page="transformers-gpt-oss-experts-of-other-ranks",
     wrong="Class values must be smaller than num_classes",
 )
-NORMS_IN_FLOAT32 = replace(
-    NORMS, cause="first wrong operation: gradient of `output *"
-)  # only the place is found
+# The search finds only a place, and not always the right one: just these gradients may differ.
+NORMS_WITH_A_PLACE = replace(NORMS, wrong=r"self_attn\.[qk]_norm\.weight$", cause="first wrong operation")
 MASK = KnownBug(
     release="transformers 5.23.0",
     reason="the mask has all heads, and the plan divides the heads",
@@ -81,7 +80,10 @@ CONVOLUTIONS = KnownBug(
 KNOWN = {(family, "tp-accumulation"): NORMS for family in SUMMED_AGAIN}
 KNOWN |= {("apertus", mode): ACTIVATION for mode in ("tp", "tp-accumulation", "fsdp-tp")}
 KNOWN |= {("gpt_oss", "tp-ep-all_reduce"): OTHER_RANKS}
-KNOWN |= {(family, "tp-accumulation"): NORMS_IN_FLOAT32 for family in ("qwen3_5_text", "qwen3_5_moe_text")}
+KNOWN |= {
+    (family, "tp-accumulation"): NORMS_WITH_A_PLACE
+    for family in ("qwen3_5_text", "qwen3_5_moe_text", "beam", "kolibri1")
+}
 KNOWN |= {("doge", mode): MASK for mode in ("tp", "tp-accumulation", "fsdp-tp")}
 KNOWN |= {("olmo_hybrid", mode): CONVOLUTIONS for mode in ("fsdp", "fsdp-accumulation", "fsdp-tp")}
 ROUTER = KnownBug(
@@ -96,14 +98,14 @@ NARROW_KNOWN = {("hunyuan_v1_moe", mode): ROUTER for mode in ("fsdp", "fsdp-accu
 RELEASES_KNOWN = {
     ("5.17.0", "flag"): KnownBug(
         release="transformers 5.17.0",
-        reason="what experts pass back to the router has no mask, and is wrong from there on (#48687)",
+        reason="what experts pass back to the router has no mask, and is wrong from there on",
         page="https://github.com/huggingface/transformers/issues/48687",
         wrong="model",
         cause="a mask is missing",
     ),
     ("5.17.0", "flag-without-size"): KnownBug(
         release="transformers 5.17.0",
-        reason="the flag needs a `tp_size`, and raises TypeError without one",
+        reason="the flag raises TypeError without a `tp_size`",
         page="",
         wrong="not supported between instances of 'NoneType' and 'int'",
     ),
