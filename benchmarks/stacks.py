@@ -25,7 +25,7 @@ import time
 import venv
 from pathlib import Path
 
-from stacks_families import COMMON, FAMILIES, MIXTURES
+from stacks_families import COMMON, FAMILIES, MIXTURES, NO_PLAN
 from stacks_known import KNOWN, NARROW_KNOWN, RELEASES_KNOWN
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,6 +89,8 @@ RELEASE_MODES = {
 }
 # Families that keep some parameters in float32. FSDP2 accepts these only beside other float32 parameters.
 FLOAT32_UNDER_FSDP = ("ernie4_5_moe", "hunyuan_v1_moe")
+# Families that keep some parameters in float32 in every layout: all else is verified in float32 too.
+FLOAT32 = ("olmo_hybrid",)
 SHORT = 40  # characters of a cell; a longer one is a note below its table
 # Modes that are verified in bfloat16 too, each as above except for the precision.
 NARROW = "bfloat16"
@@ -108,7 +110,7 @@ def write_case(folder, family, mode, narrow=""):
     layout, experts, precision = (
         MODES[mode] if mode in MODES else (RELEASE_MODES[mode], "batched_mm", "float64")
     )
-    if family in FLOAT32_UNDER_FSDP and "dp_shard" in layout:
+    if family in FLOAT32 or (family in FLOAT32_UNDER_FSDP and "dp_shard" in layout):
         precision = "float32"
     precision = narrow or precision
     name = f"{family}-{experts}-{precision}"
@@ -227,8 +229,13 @@ def run_cases(paths, python, scratch, reports, checkout=None):
 
 
 def choose(families, modes):
-    """Return the pairs of a family and a supported mode: experts are for mixtures only."""
-    return [(family, mode) for family in families for mode in modes if family in MIXTURES or "ep" not in mode]
+    """Return the pairs of a family and a supported mode: experts are for mixtures, tp for families with a plan."""
+    return [
+        (family, mode)
+        for family in families
+        for mode in modes
+        if (family in MIXTURES or "ep" not in mode) and (family not in NO_PLAN or "tp" not in mode)
+    ]
 
 
 def run_examples(environments, scratch, reports, checkouts):
@@ -280,7 +287,7 @@ def describe_releases(releases):
         "",
         "## Releases of transformers",
         "",
-        "OLMoE with `batched_mm`, 2 ranks, two ways to ask for experts.",
+        "OLMoE, `batched_mm`, 2 ranks, two ways to ask for experts.",
     ]
     lines += ["", f"| release | {' | '.join(RELEASE_MODES)} |", "|---" * (len(RELEASE_MODES) + 1) + "|"]
     for release, cases in releases.items():
@@ -332,9 +339,9 @@ def make_page(command, examples, sweep, modes, releases, narrow):
     lines = [
         "# Frameworks",
         "",
-        "The parallel code of other frameworks on tiny models, verified from case files without any code. CPUs,",
-        "gloo, AdamW with a clip that binds, two steps in the examples and one in the sweep. `accumulation` is 2",
-        "micro-batches. Experts are `eager` unless a mode names another implementation. The precision is float64,",
+        "The parallel code of other frameworks on tiny models, verified from case files alone. CPUs,",
+        "gloo, AdamW, a clip that binds, two steps in the examples, one in the sweep. `accumulation` is 2",
+        "micro-batches. Experts are `eager` unless a mode names others. The precision is float64,",
         "except for DeepSpeed, Megatron, the cp of picotron, `grouped_mm`, and FSDP with experts of transformers,",
         "which use float32. `make stacks` makes this page.",
         "",
@@ -344,7 +351,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         "",
         "A `declared` case differs as its file says, mostly by a bug in [examples/found](../../examples/found).",
         "",
-        "| Release | Cases, with the number of compared tensors | Verdict |",
+        "| Release | Cases, compared tensors | Verdict |",
         "|---|---|---|",
     ]
     rows = {}
@@ -356,7 +363,7 @@ def make_page(command, examples, sweep, modes, releases, narrow):
         release = f"{framework} {case['versions'][framework]}"
         rows.setdefault((release, verdict), []).append(f"{Path(case['file']).stem} {count_tensors(case)}")
     lines += [f"| {release} | {', '.join(cases)} | {verdict} |" for (release, verdict), cases in rows.items()]
-    lines += ["", "## Families of transformers", ""]
+    lines += ["", f"## Families of {NEWEST.replace('-', ' ')}", ""]
     notes = {}
     lines += describe_sweep(sweep, modes, KNOWN, notes)
     if narrow:
@@ -414,11 +421,9 @@ def describe_narrow(cases, notes):
     limits = [limits for case in cases if (limits := find_limits(case))]
     medians = [median for median, _, _ in limits]
     undecided, compared = (sum(each[place] for each in limits) for place in (1, 2))
-    told = f"{undecided} of {compared} gradients are undecided; for the others, the smallest error that is"
+    told = f"{undecided} of {compared} gradients are undecided; for the others, the smallest seen error"
     return (
-        [*lines, "", f"{told} seen has a median of {min(medians):.0%} to {max(medians):.0%}."]
-        if limits
-        else lines
+        [*lines, "", f"{told} has a median of {min(medians):.0%} to {max(medians):.0%}."] if limits else lines
     )
 
 

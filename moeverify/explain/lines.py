@@ -111,15 +111,18 @@ class _Call:
         code = frame.f_code
         self._lines, self._file, self._last = lines, code.co_filename, 0
         self._assignments = map_assignments(code.co_filename)
-        for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
-            lines.keep(self._file, code.co_firstlineno, name, frame.f_locals.get(name))
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        found = frame.f_locals if names else {}  # each access copies all variables
+        for name in names:
+            lines.keep(self._file, code.co_firstlineno, name, found.get(name))
 
     def note(self, frame: FrameType, event: str, result: Any) -> Any:
         """Add a line before it runs, and then the values that the line before it assigned."""
         first, names = self._assignments.get(self._last, (self._last, ()))
-        if event != "exception":
+        if names and event != "exception":
+            variables = frame.f_locals
             for name in names:
-                found = _look_up(frame.f_locals, name.split("."))
+                found = _look_up(variables, name.split("."))
                 if found:
                     self._lines.keep(self._file, first, name, found[0])
         if event == "line":

@@ -26,6 +26,8 @@ _OTHER = "<object>"
 _TENSOR = f"{_OTHER} tensor"
 _GROUP = f"{_OTHER} group"
 _GROUPS = (dist.ProcessGroup, DeviceMesh)
+_PLAIN = (bool, int, str)
+_NAMED = (torch.dtype, FunctionType, type)
 
 
 class Difference(NamedTuple):
@@ -50,9 +52,9 @@ def encode(value: Any, depth: int = _DEPTH) -> Any:
         return float(f"{float(value):.9g}") if math.isfinite(value) else str(float(value))
     if issubclass(kind, str) and str.__len__(value) > _LONGEST:
         return str.__len__(value), zlib.crc32(str.encode(value, errors="replace")), _OTHER
-    if value is None or issubclass(kind, bool | int | str):
+    if value is None or issubclass(kind, _PLAIN):
         return value
-    if issubclass(kind, torch.dtype | FunctionType | type):
+    if issubclass(kind, _NAMED):
         return getattr(value, "__qualname__", str(value))
     if depth and (found := _list_members(value)) is not None:
         size, members = found

@@ -6,10 +6,13 @@ be compared without one synchronization per tensor.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,9 +22,11 @@ from moeverify.triton_support import can_compile
 NUM_STATISTICS = 10
 # Elements per chunk: on a CPU small enough for its cache, on other devices large enough to fill the device.
 _CHUNK, _CHUNK_OF_DEVICE = 1 << 15, 1 << 22
+_FEW = 1 << 12  # words that NumPy hashes: there the start of torch's operators costs more than their work
 LARGEST = torch.finfo(torch.float64).max
 # The integer dtype with which the bits of an element are read, by element size in bytes.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HOST_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32}
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,9 @@ def fingerprint_bits(local: Tensor) -> Tensor:
     Two tensors of one dtype have equal hashes if they are equal bit for bit at every position. Otherwise
     their hashes are equal with a probability of about 2**-64. Shape: () int64, on the device of `local`.
     """
+    is_plain = type(local) in (Tensor, torch.nn.Parameter) and local.device.type == "cpu"
+    if is_plain and local.numel() * local.element_size() <= 8 * _FEW:
+        return torch.tensor(_hash_few(local), dtype=torch.int64)
     words, rest = as_words(local)
     if can_compile(words.device):
         from moeverify.verification.compare.gpu import hash_kernel
@@ -222,6 +230,32 @@ def fingerprint_bits(local: Tensor) -> Tensor:
         places = torch.arange(words.numel(), words.numel() + rest.numel(), device=words.device)
         total += hash_words(rest, places).sum()
     return total
+
+
+def _hash_few(local: Tensor) -> int:
+    """Return the hash of a tensor of at most `_FEW` words on the CPU; NumPy's operators start faster."""
+    data = local.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    num_packed = data.size // 8 * 8
+    bits = data[:num_packed].view(np.uint64)
+    if num_packed < data.size:
+        rest = data[num_packed:].view(_HOST_INTEGERS[local.element_size()]).astype(np.int64)
+        bits = np.concatenate((bits, rest.view(np.uint64)))
+    mixed = bits * _unsigned(GOLDEN_RATIO)
+    mixed += _list_keys()[: len(mixed)]
+    for by, factor in ((30, FACTORS[0]), (27, FACTORS[1]), (31, 1)):
+        mixed ^= mixed >> np.uint64(by)
+        if factor != 1:
+            mixed *= _unsigned(factor)
+    return _wrap(int(mixed.sum(dtype=np.uint64)))
+
+
+@functools.cache
+def _list_keys() -> npt.NDArray[np.uint64]:
+    return np.arange(_FEW + 8, dtype=np.uint64) * _unsigned(STRIDE)
+
+
+def _unsigned(value: int) -> np.uint64:
+    return np.uint64(value % (1 << 64))
 
 
 def hash_words(words: Tensor, places: Tensor) -> Tensor:

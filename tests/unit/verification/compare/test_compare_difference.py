@@ -161,3 +161,12 @@ def test_a_nan_stays_the_worst_whatever_comes_after_it():
     difference = TensorDifference.from_statistics(measure(expected, actual).tolist())
     assert difference.num_nonfinite == 1
     assert difference.relative_error == float("inf")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 1003])
+def test_few_words_hash_as_many(monkeypatch, dtype, size):
+    values = (torch.randn(size) * 100).abs().to(dtype)
+    few = fingerprint_bits(values)
+    monkeypatch.setattr("moeverify.verification.compare.difference._FEW", -1)
+    assert fingerprint_bits(values) == few
