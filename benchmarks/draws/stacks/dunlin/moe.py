@@ -74,7 +74,7 @@ class RoutedExperts(Part):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         pieces, first = [], 0
         for number, n in enumerate(counts.tolist()):
-            gate, value = torch.einsum("nd,gid->gni", rows[first : first + n], self.up[number])
+            gate, value = torch.einsum("rd,gid->gri", rows[first : first + n], self.up[number])
             pieces.append((F.silu(gate) * value) @ self.down[number].t())
             first += n
         return torch.cat(pieces)
