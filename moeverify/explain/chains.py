@@ -116,8 +116,8 @@ def _list_partial(alignment: Alignment, values: Iterable[At]) -> list[At]:
     return [at for at, each in known if each is not None and each.over]
 
 
-_LINEAR = frozenset({"add", "sub", "mul", "div", "neg", "sum", "mean"})
-"""Operators that are linear in one operand if their other ones are numbers."""
+LINEAR = frozenset({"add", "sub", "mul", "div", "neg"})
+"""Operators that are linear in one operand, element by element, if their other ones are numbers."""
 
 
 def find_first_linear(joint: Joint, at: At) -> At:
@@ -128,9 +128,9 @@ def find_first_linear(joint: Joint, at: At) -> At:
 
     def reads(op: At) -> list[At]:
         taken = [each for each in joint.own_reads(op) if not is_of_masks(joint, each)]
-        is_sum = joint.op(op).short.rstrip("_") in ("add", "sub")
-        is_linear = joint.op(op).short.rstrip("_") in _LINEAR or is_passing(joint, op)
-        return taken if is_linear and (is_sum or len(taken) == 1) else []
+        name = joint.op(op).short.rstrip("_")
+        is_linear = name in LINEAR | {"sum", "mean"} or is_passing(joint, op)
+        return taken if is_linear and (name in ("add", "sub") or len(taken) == 1) else []
 
     linear = [op for op in walk_back(joint, [joint.maker(at)], reads, _LONGEST) if reads(op)]
     starts = [op for op in linear if any(joint.maker(each) not in linear for each in reads(op))]

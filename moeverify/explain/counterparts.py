@@ -132,8 +132,8 @@ class OneDevice:
         """
         if ids is None:
             return ()
-        moved, flat = [number], ids[ids > 0]
-        while moved[-1] not in (roots := self.roots(ids)):
+        moved, flat, roots = [number], ids[ids > 0], self.roots(ids)
+        while moved[-1] not in roots:
             taken = [each for each in self.program.op_of(moved[-1]).reads() if self.roots_of(each)]
             if len(taken) != 1:
                 break

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from moeverify.explain.content import says_something
 from moeverify.explain.counterparts import OneDevice
 from moeverify.explain.describe import list_differences, list_numbers
 from moeverify.explain.edit import SUBSTITUTIONS, TOTALS, Edit
-from moeverify.explain.joint import At, Execution, Joint
+from moeverify.explain.joint import At, Changes, Execution, Joint
 from moeverify.explain.landmarks import Landmarks
 from moeverify.explain.program import Op, Value
 from moeverify.explain.suspects import Target, is_target_right, measure_target
@@ -117,17 +116,18 @@ class Proof:
         experts, are the same for many values, and do not tell.
         """
         values = _distort({at: data for at, data in edit.changes.values.items() if data.is_floating_point()})
-        before = [
-            at for at in target.values.values() if measure_target(state.data(at), target, at[0]) < math.inf
-        ]
-        shown = list(target.values.values()) if self.is_repaired(target, after) else list(marks)
-        if not values or not shown or len(before) < len(target.values) or after.has_other_choices(shown):
+        results = target.values.items()
+        is_finite = all(measure_target(state.data(at), target, rank) < math.inf for rank, at in results)
+        is_repaired = self.is_repaired(target, after)
+        shown = list(target.values.values()) if is_repaired else marks
+        if not (values and shown and is_finite) or after.has_other_choices(shown):
             return False
-        changes = replace(edit.changes, values=edit.changes.values | values)
-        again = self._joint.execute(changes, shown, state)
-        if shown == list(marks):
-            return all(self._is_end_right(at, again) for at in marks)
-        return self.is_repaired(target, again)
+        again = self._joint.execute(edit.changes | Changes(values=values), shown, state)
+        return (
+            self.is_repaired(target, again)
+            if is_repaired
+            else all(self._is_end_right(at, again) for at in marks)
+        )
 
     def _is_of_signs(self, edit: Edit, target: Target, after: Execution) -> bool:
         """Return whether other choices of experts may repair a buffer by chance, such as biases moved by signs."""

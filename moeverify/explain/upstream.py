@@ -12,7 +12,15 @@ from moeverify.cases.axes.groups import AND
 from moeverify.explain.agreement import Agreement
 from moeverify.explain.branches import Branches
 from moeverify.explain.cause import OperatorCause
-from moeverify.explain.chains import is_passing, list_chain, list_of_step, multiplies, skip_moves, walk_back
+from moeverify.explain.chains import (
+    LINEAR,
+    is_passing,
+    list_chain,
+    list_of_step,
+    multiplies,
+    skip_moves,
+    walk_back,
+)
 from moeverify.explain.copies import list_copies
 from moeverify.explain.divergences import Divergences, has_numbers
 from moeverify.explain.explain import Explainer
@@ -35,7 +43,7 @@ _MOST_PARTS = 1000
 """Maximum number of operators through which parts of a sum are followed."""
 _NEAR = 2
 """Maximum distance, in lines, of definitions that are shown as one."""
-_LINEAR = frozenset({"add", "copy", "div", "mul", "neg", "sub"})
+_CARRYING = LINEAR | {"copy"}
 """Operators that carry a value, such as the division by the coefficient of a clip, to one with other roots."""
 _MOST_FOLLOWED = 48
 """Maximum number of operators that are followed upstream."""
@@ -371,7 +379,7 @@ class Upstream:
             floating = [at for at, value in values if value.is_floating and (is_number or value.shape)]
             own = [at for at in floating if at[0] == end[0]]
             recorded = self._joint.op(op)
-            is_linear = recorded.short.rstrip("_") in _LINEAR or recorded.meeting is not None
+            is_linear = recorded.short.rstrip("_") in _CARRYING or recorded.meeting is not None
             is_linear |= is_passing(self._joint, op)
             same = [at for at in own if is_linear or is_same(self._roots(at))]
             return list_of_step(self._joint, same)

@@ -45,10 +45,9 @@ def describe_misplaced(operation: Misplaced, explanation: Explanation) -> str:
     first = "" if count == 1 else f" ({explanation.subject.tensors[0]})"
     has = "has" if count == 1 else "have"
     if operation.dim is None:
-        pairs = list(zip(operation.actual, operation.expected, strict=False))
-        is_part = len(operation.actual) == len(operation.expected) and all(
-            here <= there for here, there in pairs
-        )
+        pairs = zip(operation.actual, operation.expected, strict=False)
+        has_dims = len(operation.actual) == len(operation.expected)
+        is_part = has_dims and all(here <= there for here, there in pairs)
         values = "values that no block of the tensor on one device has: " if is_part else ""
         return f"{names} {has} {values}{sizes}{first}"
     over = f" over {name_products(operation.axes)}" if operation.axes else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from generated import explain
+from generated import explain, read
 from recordings import find_result, list_ops, make, record_call
 from torch import Tensor
 
@@ -15,16 +15,10 @@ from moeverify.explain.edit import Edit
 from moeverify.explain.explain import Explainer
 from moeverify.explain.joint import Changes, Joint
 from moeverify.explain.program import GroupRef, Meeting, Program, Ref
-from moeverify.results.culprit import Culprit, Operation
+from moeverify.results.culprit import Culprit
 
 GROUPS = {"cp": [[0, 1]]}
 Meet = Callable[[Tensor], Tensor]
-
-
-def expression_of(operation: Operation | None) -> str:
-    assert operation is not None
-    assert operation.line is not None
-    return operation.line.expression
 
 
 def record_summed(function: Callable[..., Tensor], parts: list[dict[str, Tensor]]) -> list[Program]:
@@ -70,10 +64,10 @@ def test_a_whole_value_beside_a_part_is_named_with_the_line_that_makes_it() -> N
     x, shares = make(6), [make(6, seed=seed) for seed in (1, 2)]
     culprit = explain_summed(run, [{"x": x, "y": y} for y in shares], {"x": x, "y": sum(shares)})
     assert (culprit.mechanism, culprit.proved, culprit.axes) == ("share", True, ("cp",))
-    assert expression_of(culprit.here) == "each + likely"
+    assert read(culprit.here) == "each + likely"
     assert culprit.operand == 0
     assert culprit.made is not None
-    assert "x.sigmoid().log()" in expression_of(culprit.made)
+    assert "x.sigmoid().log()" in read(culprit.made)
 
 
 def test_a_part_with_zeros_where_other_ranks_have_the_terms_is_a_part() -> None:
@@ -98,7 +92,7 @@ def test_a_sum_of_whole_values_shows_the_line_that_makes_them() -> None:
     whole = {"x": make(6, 4), "y": make(6, seed=1)}
     culprit = explain_summed(run, [whole, whole], whole)
     assert (culprit.mechanism, culprit.factor, culprit.axes) == ("scale", 2.0, ("cp",))
-    assert expression_of(culprit.made) == "x.logsumexp(-1).square().sum()"
+    assert read(culprit.made) == "x.logsumexp(-1).square().sum()"
 
 
 def test_a_value_that_cancels_is_not_blamed() -> None:
